@@ -1,0 +1,118 @@
+"""Recipes: text to a list of passes and back, and the recipes that have names.
+
+    smooth{alpha=trust} | rotate{block=128} | w8a8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from khtst_compile.contract import Pass, options_of
+from khtst_compile.errors import UsageError
+
+# name on the command line -> "module:Class"; strings, so that listing passes imports none of them
+PASSES: dict[str, str] = {
+    "smooth": "khtst_compile.passes.smooth:Smooth",
+    "rotate": "khtst_compile.passes.rotate:Rotate",
+    "w8a8": "khtst_compile.passes.w8a8:W8A8",
+}
+
+# name -> recipe text; the first is the default
+RECIPES: dict[str, str] = {
+    "w8a8-rotated": "smooth{alpha=trust} | rotate{block=128} | w8a8",
+    "w8a8-fast": "smooth{alpha=trust} | rotate{block=128,points=8} | w8a8",
+    "w8a8-smooth": "smooth{alpha=trust} | w8a8",
+    "w8a8-smooth-half": "smooth{alpha=0.5} | w8a8",
+    "w8a8-plain": "w8a8",
+    "fp32": "",
+}
+DEFAULT_RECIPE = "w8a8-rotated"
+
+_STEP = re.compile(r"^(?P<name>[a-z0-9_]+)(?:\{(?P<options>[^{}]*)\})?$")
+
+
+def pass_class(name: str) -> type[Pass]:
+    """The class of the pass of that name. Raises UsageError naming the nearest ones."""
+    if name not in PASSES:
+        near = difflib.get_close_matches(name, PASSES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"recipe: no pass is called {name!r}; {hint}known: {', '.join(PASSES)}")
+    module, _, attribute = PASSES[name].partition(":")
+    found: type[Pass] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def parse(text: str) -> list[Pass]:
+    """Recipe text or the name of a recipe -> passes. Raises UsageError that quotes the part it could not read."""
+    text = RECIPES.get(text.strip(), text)
+    steps = [part.strip() for part in text.split("|")] if text.strip() else []
+    passes = [_parse_step(part) for part in steps]
+    return _link(passes)
+
+
+def render(passes: list[Pass]) -> str:
+    """The text that parses back to these passes; options at their defaults are left out."""
+    parts = []
+    for step in passes:
+        defaults = {f.name: f.default for f in dataclasses.fields(step)}  # type: ignore[arg-type]
+        given = {k: v for k, v in options_of(step).items() if v != defaults[k]}
+        inside = ",".join(f"{k}={_text(v)}" for k, v in given.items())
+        parts.append(step.name + (f"{{{inside}}}" if inside else ""))
+    return " | ".join(parts)
+
+
+def _parse_step(part: str) -> Pass:
+    match = _STEP.match(part)
+    if match is None:
+        raise UsageError(f"recipe: cannot read {part!r}; write name or name{{option=value,...}}, steps separated by |")
+    cls = pass_class(match["name"])
+    kinds = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    options: dict[str, Any] = {}
+    for item in filter(None, (i.strip() for i in (match["options"] or "").split(","))):
+        key, equals, value = (s.strip() for s in item.partition("="))
+        if not equals or key not in names:
+            raise UsageError(f"recipe: pass {match['name']!r} has no option {item!r}; its options: {', '.join(names) or 'none'}")
+        options[key] = _convert(f"{match['name']}{{{key}}}", value, kinds[key])
+    return cls(**options)
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
+
+
+def _convert(where: str, value: str, kind: Any) -> Any:
+    kinds = typing.get_args(kind) or (kind,)
+    if bool in kinds and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if type(None) in kinds and value.lower() == "none":
+        return None
+    for reader in (int, float, str):
+        if reader in kinds:
+            try:
+                return _READERS[reader](value)
+            except ValueError:
+                continue
+    wanted = " or ".join(k.__name__ for k in kinds)
+    raise UsageError(f"recipe: {where} is {value!r}; needed: {wanted}")
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _link(passes: list[Pass]) -> list[Pass]:
+    """Tell each `smooth` which rotation follows it: alpha has to be chosen on the error that remains after rotating."""
+    linked: list[Pass] = []
+    for at, step in enumerate(passes):
+        follower = next((p for p in passes[at + 1 :] if p.name == "rotate"), None)
+        if step.name == "smooth" and follower is not None and getattr(step, "block", None) is None:
+            given = options_of(follower)
+            step = dataclasses.replace(step, block=given["block"], points=given["points"])  # type: ignore[type-var]
+        linked.append(step)
+    return linked
