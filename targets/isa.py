@@ -1,0 +1,70 @@
+"""The x86 instruction sets kernels are written for: compiler flags, CPU features needed, activation-code storage.
+
+Everything a kernel generator has to know about a processor is in `Isa`; generators read its fields, never its name.
+`Isa.emulate()` keeps the structure of a kernel (tiles, packing, storage of codes) and replaces the instructions this
+set has beyond AVX2 by their executable meaning, so that every variant's layout and arithmetic can be tested on any
+AVX2 machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+_AVX2_FLAGS = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction set.
+
+    name:           how targets and tests call it.
+    mcpu, mattr:    LLVM baseline and extra features; never the name of a host CPU, so a build is the same anywhere.
+    cpu_flags:      features a machine needs, as /proc/cpuinfo spells them.
+    codes_dtype:    storage of int8 activation codes: "int16" (widened once by the producer, for multiply-add of int16
+                    pairs) or "uint8" (code + 128, for the unsigned operand of vpdpbusd).
+    codes_offset:   what storage adds to a code (0 or 128).
+    vector_bits:    width of a register, 256 or 512.
+    registers:      number of vector registers.
+    dot:            "maddwd" (vpmaddwd + vpaddd on int16 pairs) or "dpbusd" (vpdpbusd on uint8 x int8 quadruples).
+    emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
+    """
+
+    name: str
+    mcpu: str
+    mattr: tuple[str, ...]
+    cpu_flags: tuple[str, ...]
+    codes_dtype: str
+    codes_offset: int
+    vector_bits: int
+    registers: int
+    dot: str
+    emulated: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """32-bit lanes of one register: 8 or 16."""
+        return self.vector_bits // 32
+
+    def tvm_target(self) -> dict[str, Any]:
+        """The target description given to `tvm.target.Target`."""
+        target: dict[str, Any] = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": self.mcpu}
+        if self.mattr:
+            target["mattr"] = list(self.mattr)
+        return target
+
+    def emulate(self) -> Isa:
+        """The same kernels, built for plain AVX2."""
+        return replace(
+            self, name=f"{self.name}-emulated", mcpu=AVX2.mcpu, mattr=AVX2.mattr, cpu_flags=AVX2.cpu_flags, emulated=True
+        )
+
+
+AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "maddwd")
+AVXVNNI = Isa("avxvnni", "x86-64-v3", ("+avxvnni",), (*_AVX2_FLAGS, "avx_vnni"), "uint8", 128, 256, 16, "dpbusd")
+AVX512 = Isa("avx512", "x86-64-v4", (), _AVX512_FLAGS, "int16", 0, 512, 32, "maddwd")
+AVX512VNNI = Isa("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "avx512_vnni"), "uint8", 128, 512, 32, "dpbusd")
+
+ALL_ISAS = (AVX512VNNI, AVX512, AVXVNNI, AVX2)
+"""Every instruction set, the fastest first."""
