@@ -29,8 +29,12 @@ class ActivationStats:
 
 @dataclass
 class Stats:
-    """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen."""
+    """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen.
+
+    held_samples: a few whole batches (public input name -> tensor), not among those `rows` came from, for end-to-end checks.
+    """
 
     activations: dict[str, ActivationStats]
     samples: int
     source: str = ""
+    held_samples: list[dict[str, torch.Tensor]] = field(default_factory=list)

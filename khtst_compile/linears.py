@@ -1,0 +1,102 @@
+"""Which nodes of a graph multiply an activation by a constant matrix, and which of those int8 can serve.
+
+Passes and calibration must agree on this, so it is decided once, here, from the graph's structure and never from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# target -> (position of the activation, of the weight, of the bias or None, whether the weight is stored (in, out))
+_FORMS: dict[object, tuple[int, int, int | None, bool]] = {
+    aten.linear.default: (0, 1, 2, False),
+    aten.addmm.default: (1, 2, 0, True),
+    aten.mm.default: (0, 1, None, True),
+    aten.matmul.default: (0, 1, None, True),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """One product of an activation with a constant matrix.
+
+    x: the node it reads, (..., in_features); weight: (out_features, in_features), a view of the bound tensor whatever the stored
+    orientation; bias: node of (out_features,) or None; refusal: why int8 cannot serve it, or None.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weight_node: fx.Node
+    weight: torch.Tensor
+    bias: fx.Node | None
+    refusal: str | None = None
+
+    @property
+    def transposed(self) -> bool:
+        """True where the graph stores the weight as (in_features, out_features)."""
+        return _FORMS[self.node.target][3]
+
+    def set_weight(self, weight: fx.Node) -> None:
+        """Read another weight node, which must hold the stored orientation (see `stored`)."""
+        self.node.update_arg(_FORMS[self.node.target][1], weight)
+
+    def set_input(self, x: fx.Node) -> None:
+        """Read another activation of the same shape."""
+        self.node.update_arg(_FORMS[self.node.target][0], x)
+
+    def stored(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: (out_features, in_features) -> contiguous, in the orientation this node stores."""
+        return (weight.T if self.transposed else weight).contiguous()
+
+
+def find_linears(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[Linear]:
+    """Every linear layer of `graph` in execution order, refused ones included; tensors: graph input name -> bound tensor.
+
+    A product of two computed matrices (attention) is not a linear layer; `linear` with a computed weight is one, refused.
+    """
+    found = []
+    for node in graph.nodes:
+        form = _FORMS.get(node.target) if node.op == "call_function" else None
+        if form is None:
+            continue
+        at_x, at_weight, at_bias, transposed = form
+        x, weight = node.args[at_x], node.args[at_weight]
+        bias = node.args[at_bias] if at_bias is not None and at_bias < len(node.args) else None
+        value = tensors.get(weight.name) if weight.op == "placeholder" else None
+        if value is None:
+            if node.target is aten.linear.default:
+                found.append(Linear(node, x, weight, torch.empty(0, 0), bias, "its weight is computed, not a constant"))
+            continue
+        if value.dim() != 2 or x.op == "placeholder" and x.name in tensors:
+            continue
+        found.append(Linear(node, x, weight, value.T if transposed else value, bias, _refusal(node, x, value)))
+    return found
+
+
+def _refusal(node: fx.Node, x: fx.Node, weight: torch.Tensor) -> str | None:
+    if weight.dtype is not torch.float32:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not float32"
+    seen = x.meta.get("val")
+    if isinstance(seen, torch.Tensor) and seen.dtype is not torch.float32:
+        return f"its input is {str(seen.dtype).removeprefix('torch.')}, not float32"
+    if node.target is aten.addmm.default:
+        if any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
+            return "addmm scales its terms (alpha or beta is not 1)"
+        bias = node.args[0].meta.get("val")  # type: ignore[union-attr]
+        if isinstance(bias, torch.Tensor) and bias.dim() != 1:
+            return f"addmm adds a {bias.dim()}-dimensional term, not one bias per output feature"
+    return None
+
+
+def groups(linears: list[Linear]) -> dict[fx.Node, list[Linear]]:
+    """Activation -> the linear layers that read it, in execution order of the first."""
+    found: dict[fx.Node, list[Linear]] = {}
+    for linear in linears:
+        found.setdefault(linear.x, []).append(linear)
+    return found
