@@ -1,0 +1,154 @@
+"""Scaffolding of kernels that work row by row: leading dimensions, tails, chunks of rows in parallel, scratch memory.
+
+A row kernel sees every tensor as (M, K), M the product of the leading dimensions, through a flat alias of its buffer. Rows
+are handled in chunks, so that scratch memory is taken once a chunk and a parallel region has few, equal pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from khtst_compile.errors import LoweringError
+from khtst_compile.targets.kernels.vec import LANES, Expr, f32, keep, shuffle2, small, span, splat, store
+
+PARALLEL_ELEMENTS = 16384
+"""Below this many elements a parallel region (about 5 us) costs more than a second core saves."""
+CHUNK_ELEMENTS = 4096
+"""Elements of one parallel piece: a few microseconds of work, and its scratch stays in the L1 cache."""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The leading dimensions of a kernel's tensors, all merged into the rows of a matrix.
+
+    ndim:   how many, 1, 2 or 3.
+    shape:  the static ones; None stands for a symbolic one, () for all symbolic. Buffers of one kernel share them.
+    """
+
+    ndim: int = 2
+    shape: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ndim <= 3:
+            raise LoweringError(f"row kernel: {self.ndim} leading dimensions; 1, 2 or 3 are supported; reshape the tensor")
+        if self.shape and len(self.shape) != self.ndim:
+            raise LoweringError(f"row kernel: lead shape {self.shape} has {len(self.shape)} entries, needed {self.ndim}")
+
+    def dims(self) -> list[Expr]:
+        """Fresh int64 dimensions, symbolic or constant."""
+        shape = self.shape or (None,) * self.ndim
+        return [tirx.Var(f"d{i}", "int64") if n is None else T.int64(n) for i, n in enumerate(shape)]
+
+
+LEAD2 = Lead(2)
+"""Two symbolic leading dimensions: batch and sequence."""
+
+
+@dataclass
+class Arguments:
+    """The arguments of the kernel being built: declares them in order and hands out flat views.
+
+    dims:     the leading dimensions, int64.
+    pending:  (name, declared buffer, elements, dtype) of the arguments so far; their views are made by `flatten`, since
+              every argument has to be declared before the first statement.
+    """
+
+    dims: list[Expr]
+    pending: list[tuple[str, Expr, Expr, str]] = field(default_factory=list)
+
+    def rows(self, name: str, width: int | None, dtype: str = "float32") -> None:
+        """Declare a tensor (lead.., width), or (lead..) when width is None."""
+        shape = [*self.dims] if width is None else [*self.dims, T.int64(width)]
+        buffer = T.arg(name, T.buffer(shape, dtype))
+        self.pending.append((name, buffer, width or 1, dtype))
+
+    def vector(self, name: str, length: int, dtype: str = "float32") -> None:
+        """Declare a constant tensor (length,)."""
+        buffer = T.arg(name, T.buffer((T.int64(length),), dtype))
+        self.pending.append((name, buffer, None, dtype))
+
+    def flatten(self) -> tuple[Expr, dict[str, Expr]]:
+        """Number of rows (int64) and, by name, every argument as a flat buffer."""
+        rows = self.dims[0]
+        for dim in self.dims[1:]:
+            rows = rows * dim
+        rows = T.Bind(rows)
+        flat = {}
+        for name, buffer, width, dtype in self.pending:
+            flat[name] = buffer if width is None else T.decl_buffer((rows * width,), dtype, data=buffer.data)
+        return rows, flat
+
+
+def round_up(value: int, step: int = LANES) -> int:
+    """Smallest multiple of `step` that is at least `value`."""
+    return -(-value // step) * step
+
+
+def each_vector(length: int, body: Callable[[Expr, int], None]) -> None:
+    """Emit `body(offset, valid)` for every 16-lane piece of a row: a loop of full ones, then the tail (valid < 16)."""
+    full, tail = divmod(length, LANES)
+    if full:
+        with T.serial(T.int64(0), T.int64(full)) as j:
+            body(j * LANES, LANES)
+    if tail:
+        body(T.int64(full * LANES), tail)
+
+
+def load(buffer: Expr, start: Expr, valid: int = LANES) -> Expr:
+    """16 float32 from `start`; only the first `valid` are read, the others are 0."""
+    if valid == LANES:
+        return T.Bind(buffer[span(start)])
+    piece = small()
+    store(piece, f32(0.0), 0)
+    with T.serial(T.int64(0), T.int64(valid)) as i:
+        T.buffer_store(piece, buffer[start + i], [i])
+    return T.Bind(piece[span(0)])
+
+
+def save(buffer: Expr, value: Expr, start: Expr, valid: int = LANES) -> None:
+    """Store the first `valid` of 16 lanes from `start`; nothing beyond is written."""
+    if valid == LANES:
+        store(buffer, value, start)
+        return
+    piece = small()
+    store(piece, value, 0)
+    with T.serial(T.int64(0), T.int64(valid)) as i:
+        T.buffer_store(buffer, piece[i], [start + i])
+
+
+def only(value: Expr, valid: int) -> Expr:
+    """The first `valid` lanes, 0 in the others."""
+    if valid == LANES:
+        return value
+    return keep(shuffle2(value, splat(T.float32(0.0)), [i if i < valid else LANES + i for i in range(LANES)]))
+
+
+def for_rows(rows: Expr, width: int, scratch: tuple[int, ...], parallel: bool, body: Callable[[Expr, list[Expr]], None]) -> None:
+    """Emit `body(row, scratch buffers)` for every row, in chunks, in parallel where there is enough work.
+
+    rows:     int64 expression.
+    width:    elements of a row, from which the chunk is sized.
+    scratch:  float32 elements of each scratch buffer; one set a chunk.
+    """
+    chunk = max(1, CHUNK_ELEMENTS // max(1, width))
+
+    def piece(first: Expr) -> None:
+        buffers = [T.alloc_buffer((n,), "float32", scope="global") for n in scratch]
+        count = T.Bind(T.min(T.int64(chunk), rows - first))
+        with T.serial(T.int64(0), count) as i:
+            body(T.Bind(first + i), buffers)
+
+    chunks = T.Bind(T.ceildiv(rows, T.int64(chunk)))
+    if not parallel:
+        with T.serial(T.int64(0), chunks) as c:
+            piece(T.Bind(c * chunk))
+        return
+    with T.If(rows * width >= PARALLEL_ELEMENTS):
+        with T.Then(), T.parallel(T.int64(0), chunks) as c:
+            piece(T.Bind(c * chunk))
+        with T.Else(), T.serial(T.int64(0), chunks) as c:
+            piece(T.Bind(c * chunk))
