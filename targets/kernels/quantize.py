@@ -211,6 +211,11 @@ class RowQuantizer:
     def __post_init__(self) -> None:
         self.stride = round_up(self.width)
 
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether `emit` wants a scratch row even when `source` may be read twice."""
+        return self.spec.rotation is not None or (self.spec.smooth and not self.spec.static)
+
     def emit(self, row: Expr, source: Callable[[Expr, int], Expr], scratch: Expr | None) -> None:
         """Quantise one row. source(offset, valid): 16 float32 of the row, those beyond `valid` are 0."""
         base = T.Bind(row * self.stride)

@@ -88,12 +88,19 @@ def round_up(value: int, step: int = LANES) -> int:
     return -(-value // step) * step
 
 
-def each_vector(length: int, body: Callable[[Expr, int], None]) -> None:
-    """Emit `body(offset, valid)` for every 16-lane piece of a row: a loop of full ones, then the tail (valid < 16)."""
+def each_vector(length: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
+    """Emit `body(offset, valid)` for every 16-lane piece of a row: a loop of full ones, then the tail (valid < 16).
+
+    unroll: pieces per turn of the loop, for bodies with long chains of dependent operations.
+    """
     full, tail = divmod(length, LANES)
-    if full:
-        with T.serial(T.int64(0), T.int64(full)) as j:
-            body(j * LANES, LANES)
+    turns = full // unroll
+    if turns:
+        with T.serial(T.int64(0), T.int64(turns)) as j:
+            for u in range(unroll):
+                body(j * (LANES * unroll) + LANES * u, LANES)
+    for k in range(turns * unroll, full):
+        body(T.int64(k * LANES), LANES)
     if tail:
         body(T.int64(full * LANES), tail)
 
