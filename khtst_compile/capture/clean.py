@@ -1,0 +1,121 @@
+"""Takes out of an exported graph what computes nothing, so that passes see `linear <- layer_norm` directly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import OutputKind
+
+from khtst_compile.errors import CaptureError
+from khtst_compile.program import Program, Rewriter, call_nodes, site_of, source_line
+
+aten = torch.ops.aten
+
+# Calls that only check something, and have no result.
+CHECKS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+    torch._check,
+)
+# Calls that return their first argument's values in a graph that writes into nothing.
+SAME = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.clone.default,
+)
+# Calls that return their first argument where dtype and shape come out unchanged.
+CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
+RESHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
+DROPOUT = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+
+
+def clean(program: Program) -> Program:
+    """Strip dropout, checks, copies, casts and reshapes to the same type, and dead code. Raises CaptureError for a training graph."""
+    rewriter = Rewriter(program)
+    for node in list(rewriter.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in CHECKS:
+            rewriter.graph.erase_node(node)
+        elif node.target in DROPOUT:
+            _require_eval(node, node.args[1] == 0 or node.args[2] is False)
+            rewriter.replace(node, node.args[0])
+        elif node.target in SAME or (node.target in CASTS and _unchanged(node)) or (node.target in RESHAPES and _unchanged(node)) or (node.target is aten.slice.Tensor and _whole(node)) or (node.target is aten.add.Tensor and _adds_nothing(node)):
+            rewriter.replace(node, node.args[0])
+    for node in call_nodes(rewriter.graph, aten.batch_norm.default):
+        _require_eval(node, node.args[5] is False)
+    return rewriter.finish()
+
+
+def functional(program: Program) -> Program:
+    """The same program with no call that writes into its arguments, and no buffer updated on the side."""
+    if any(_mutates(n) for n in program.graph.nodes):
+        program = replace(program, ep=program.ep.run_decompositions({}))
+    for spec in program.ep.graph_signature.output_specs:
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"the model writes into {spec.target!r} while it runs, which a compiled function cannot; make it an input "
+                "and an output of forward, or freeze it"
+            )
+    return program
+
+
+def refuse_unknown(program: Program) -> None:
+    """Raise CaptureError for control flow and operators that later stages cannot hold, naming the line of the model."""
+    for node in program.graph.nodes:
+        where = f"{site_of(node)!r} ({source_line(node)})"
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise CaptureError(f"{where}: a {node.op} node ({node.target}) cannot be compiled; needed: plain operator calls")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(
+                f"{where}: {node.target} (control flow on data) cannot be compiled; compute both sides and use torch.where"
+            )
+        if node.op == "call_function" and torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+            raise CaptureError(f"{where}: {node.target} reads a value out of a tensor; keep it a tensor")
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+def _unchanged(node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    before, after = source.meta["val"], node.meta["val"]
+    return bool(before.dtype == after.dtype) and _same_shape(before.shape, after.shape)
+
+
+def _same_shape(before: Any, after: Any) -> bool:
+    """Equal as expressions: no guard is added to the graph by looking."""
+    return [str(s) for s in before] == [str(s) for s in after]
+
+
+def _whole(node: fx.Node) -> bool:
+    """A slice from 0 to the end in steps of one."""
+    _, _, start, end, step = (*node.args, *(None,) * (5 - len(node.args)))
+    return start in (None, 0) and (end is None or (isinstance(end, int) and end >= 2**62)) and step in (None, 1)
+
+
+def _adds_nothing(node: fx.Node) -> bool:
+    """`x + 0` of integers; with floats it would turn -0.0 into 0.0."""
+    zero = isinstance(node.args[1], int) and node.args[1] == 0
+    return zero and _unchanged(node) and not node.meta["val"].dtype.is_floating_point
+
+
+def _require_eval(node: fx.Node, is_eval: bool) -> None:
+    if not is_eval:
+        raise CaptureError(
+            f"{site_of(node)!r} ({source_line(node)}): {node.target} is in training mode; call model.eval() before exporting"
+        )

@@ -1,0 +1,67 @@
+"""Gives any model one call signature: named tensors in, a flat tuple of named tensors out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from khtst_compile.errors import CaptureError
+
+
+class Named(nn.Module):
+    """`forward(name, ...) -> tuple of tensors` around a module, which sits under `khtst_model` (program.WRAPPED).
+
+    names: the inputs, in call order; call(module, {name: tensor}) -> whatever the module returns, by default `module(**inputs)`.
+    `output_names()` gives the names of the results of the last call.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], call: Callable[[nn.Module, dict[str, torch.Tensor]], Any] | None = None
+    ):
+        super().__init__()
+        self.khtst_model = module
+        # In a closure: torch.export undoes what tracing assigns to a module's own attributes.
+        names_seen: list[str] = []
+        self.output_names = lambda: tuple(names_seen)
+
+        def forward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            inputs = dict(zip(names, values, strict=True))
+            found = flatten(module(**inputs) if call is None else call(module, inputs))
+            names_seen[:] = found
+            return tuple(found.values())
+
+        # torch.export names graph inputs after the signature, and *values has no names of its own.
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def flatten(result: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """A tensor, or nested tuples, lists, dicts and dataclass-like outputs of tensors -> name -> tensor, in order.
+
+    A lone tensor is "output", positions are "output_0", dictionary keys stay; None is left out. Raises CaptureError for anything else.
+    """
+    if isinstance(result, torch.Tensor):
+        return {name or "output": result}
+    if result is None:
+        return {}
+    if isinstance(result, dict):
+        parts = {f"{name}_{k}" if name else str(k): v for k, v in result.items()}
+    elif isinstance(result, (tuple, list)):
+        fields = getattr(result, "_fields", None)
+        labels = fields if fields is not None else range(len(result))
+        base = name or ("" if fields is not None else "output")
+        parts = {f"{base}_{k}" if base else str(k): v for k, v in zip(labels, result, strict=True)}
+    else:
+        raise CaptureError(
+            f"the model returns a {type(result).__name__} at {name or 'its top level'}; needed: a tensor, or tuples, lists or "
+            "dicts of tensors. Return those from forward, or wrap the model in a module that does"
+        )
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in parts.items():
+        flat.update(flatten(value, key))
+    return flat
