@@ -15,30 +15,27 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
 from khtst_compile.calibrate import Stats
 from khtst_compile.errors import PassError, UsageError
+from khtst_compile.signature import TensorSpec
+
+__all__ = [
+    "WRAPPED",
+    "Program",
+    "Rewriter",
+    "TensorSpec",
+    "call_nodes",
+    "check_program",
+    "placeholders",
+    "site_of",
+    "source_line",
+]
 
 # Capture wraps models whose call signature has to change; the inner model always sits under this name, which is no part of a site.
 WRAPPED = "khtst_model"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype ("float32", "int64", ...) and shape of one input or output; a dynamic axis is its name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> TensorSpec:
-        return TensorSpec(data["name"], data["dtype"], tuple(data["shape"]))
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,8 @@ class Program:
 
     @property
     def graph(self) -> fx.Graph:
-        return self.ep.graph
+        graph: fx.Graph = self.ep.graph
+        return graph
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Graph input name -> the parameter, buffer or constant bound to it."""
@@ -152,7 +150,8 @@ class Rewriter:
 
     def node(self, name: str) -> fx.Node:
         """This copy's node of that name (names are those of the Program the Rewriter was opened on)."""
-        return self._by_name[name]
+        found: fx.Node = self._by_name[name]
+        return found
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The tensor bound to a graph input, or None where the node is computed or a public input."""
@@ -218,9 +217,15 @@ class Rewriter:
         used = {s.target for s in kept if s.target is not None}
         state = {k: v for k, v in ep.state_dict.items() if k in used}
         state.update({self._target_name(k): v for k, v in self._new.items() if self._target_name(k) in used})
+        constants = {k: v for k, v in ep.constants.items() if k in used}
+        return replace(self.program, ep=self.exported(signature, state, constants))
+
+    def exported(self, signature: ExportGraphSignature, state: dict[str, Any], constants: dict[str, Any]) -> ExportedProgram:
+        """The edited graph as an ExportedProgram with exactly this signature."""
+        ep = self.program.ep
         module = fx.GraphModule({}, self.graph)
         module.meta.update(ep.graph_module.meta)
-        fresh = ExportedProgram(
+        return ExportedProgram(
             root=module,
             graph=self.graph,
             graph_signature=signature,
@@ -228,10 +233,9 @@ class Rewriter:
             range_constraints=ep.range_constraints,
             module_call_graph=ep.module_call_graph,
             example_inputs=None,
-            constants={k: v for k, v in ep.constants.items() if k in used},
+            constants=constants,
             verifiers=ep.verifiers,
         )
-        return replace(self.program, ep=fresh)
 
     @staticmethod
     def _target_name(placeholder: str) -> str:

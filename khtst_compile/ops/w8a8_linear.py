@@ -1,7 +1,7 @@
 """`khtst::w8a8_linear`: int8 codes times int8 weights, summed exactly in int32, scaled once.
 
-    acc = sum_k codes[m, k] * weight[n, k]                          int32, exact
-    y   = fma(float32(acc), float32(scale[m] * weight_scale[n]), bias[n])
+acc = sum_k codes[m, k] * weight[n, k]                          int32, exact
+y   = fma(float32(acc), float32(scale[m] * weight_scale[n]), bias[n])
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def w8a8_linear(
     Raises UsageError where the input features exceed what an int32 sum can hold.
     """
     if codes.shape[-1] > MAX_FEATURES:
-        raise UsageError(f"w8a8_linear: {codes.shape[-1]} input features could overflow int32; at most {MAX_FEATURES} are possible")
+        raise UsageError(
+            f"w8a8_linear: {codes.shape[-1]} input features could overflow int32; at most {MAX_FEATURES} are possible"
+        )
     return w8a8_linear_reference(codes, scale, weight, weight_scale, bias)
 
 

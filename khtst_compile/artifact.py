@@ -1,0 +1,251 @@
+"""The folder that ships: a manifest, its files and their hashes. Nothing in it is a pickle.
+
+A folder is written beside its destination under a temporary name and renamed when complete, so a killed process leaves no half artifact.
+Reading checks structure, version and hashes before anything else looks at the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from khtst_compile.errors import ArtifactError, ResourceError, UsageError
+
+FORMAT = "khtst-artifact"
+VERSION = 1
+MANIFEST = "manifest.json"
+KINDS = ("quantized", "library", "onnx")
+ALIGN = 64  # bytes; weights are mapped and handed to kernels in place
+
+Array = npt.NDArray[Any]
+_WEIGHT_DTYPES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
+
+# field -> type it must have; a "library" or "onnx" artifact has those of `_BY_KIND` too
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "format": str,
+    "version": int,
+    "kind": str,
+    "made_by": dict,
+    "source": str,
+    "recipe": str,
+    "passes": list,
+    "inputs": list,
+    "outputs": list,
+    "axes": dict,
+    "files": dict,
+    "golden": dict,
+}
+_BY_KIND: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "quantized": {"meta": dict},
+    "library": {"target": dict, "weights": list, "taps": list, "meta": dict},
+    "onnx": {"meta": dict, "opset": int},
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An artifact that was read and checked. path: absolute; manifest: validated JSON."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.manifest["kind"])
+
+    def file(self, name: str) -> Path:
+        if name not in self.manifest["files"]:
+            raise ArtifactError(f"{self.path}: the artifact has no {name!r}; it holds {sorted(self.manifest['files'])}")
+        return self.path / name
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """The arrays of one .npz file of the artifact."""
+        with np.load(self.file(name), allow_pickle=False) as data:
+            return {k: data[k] for k in data.files}
+
+
+@contextlib.contextmanager
+def staging(destination: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `destination` if the block ends without an error.
+
+    An artifact already there is replaced; any other existing path is refused with UsageError before work starts.
+    """
+    destination = destination.absolute()
+    if destination.exists() and not (
+        destination.is_dir() and ((destination / MANIFEST).is_file() or not any(destination.iterdir()))
+    ):
+        raise UsageError(f"{destination} exists and is not an artifact; choose another output or remove it")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(destination)
+    temporary = destination.parent / f".{destination.name}.tmp-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        old = destination.parent / f".{destination.name}.old-{os.getpid()}"
+        if destination.exists():
+            destination.rename(old)
+        temporary.rename(destination)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if error.errno == 28:
+            raise ResourceError(f"no space left while writing {destination}; free some or choose another disk") from error
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def staged_file(destination: Path) -> Iterator[Path]:
+    """A temporary path in the same folder that is renamed to `destination` if the block ends without an error."""
+    destination = destination.absolute()
+    if destination.is_dir():
+        raise UsageError(f"{destination} is a folder; needed: a file path")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.parent / f".{destination.stem}.tmp-{os.getpid()}{destination.suffix}"
+    try:
+        yield temporary
+        temporary.replace(destination)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sweep(destination: Path) -> None:
+    """Remove what processes that no longer run left half-written for the same destination."""
+    pattern = re.compile(re.escape(f".{destination.name}.") + r"(tmp|old)-(\d+)$")
+    for path in destination.parent.iterdir():
+        match = pattern.match(path.name)
+        if match and not Path(f"/proc/{match[2]}").exists():
+            if match[1] == "old" and not destination.exists():
+                path.rename(destination)  # the process died between its two renames
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Add format, version and the hash of every file in `folder`, check the result and write it."""
+    files = {
+        str(p.relative_to(folder)): {"sha256": sha256(p), "bytes": p.stat().st_size}
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.name != MANIFEST
+    }
+    full = {"format": FORMAT, "version": VERSION, **manifest, "files": files}
+    validate(full, folder)
+    text = json.dumps(full, indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read(path: str | Path, *, kind: str | tuple[str, ...] | None = None, hashes: bool = True) -> Folder:
+    """Read an artifact and check it. kind: the kind or kinds that will do; hashes: also compare every file's sha256.
+
+    Raises ArtifactError saying what is wrong with which file and what to do.
+    """
+    path = Path(path).absolute()
+    manifest_path = path / MANIFEST
+    if not path.is_dir() or not manifest_path.is_file():
+        raise ArtifactError(f"{path}: not an artifact (needed: a folder with {MANIFEST}, as quantize, lower or export write it)")
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{manifest_path}: cannot be read as JSON ({error}); make the artifact again") from error
+    validate(manifest, path)
+    wanted = (kind,) if isinstance(kind, str) else kind
+    if wanted is not None and manifest["kind"] not in wanted:
+        maker = {"quantized": "khtst-compile quantize", "library": "khtst-compile lower", "onnx": "khtst-compile export"}
+        hint = " or ".join(f"{k!r} (made by {maker[k]})" for k in wanted)
+        raise ArtifactError(f"{path}: this artifact is of kind {manifest['kind']!r}; needed: {hint}")
+    _check_files(path, manifest, hashes)
+    return Folder(path, manifest)
+
+
+def validate(manifest: Any, where: Path) -> None:
+    """Raise ArtifactError where a manifest is not of this format and version or lacks a field."""
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ArtifactError(f"{where}: {MANIFEST} is not a {FORMAT} manifest; point to a folder written by khtst-compile")
+    if manifest.get("version") != VERSION:
+        raise ArtifactError(
+            f"{where}: artifact version {manifest.get('version')!r}, this khtst-compile reads version {VERSION}; "
+            f"make the artifact again or install the version that made it ({manifest.get('made_by')})"
+        )
+    if manifest.get("kind") not in KINDS:
+        raise ArtifactError(f"{where}: artifact kind {manifest.get('kind')!r}; known: {', '.join(KINDS)}")
+    for name, kind in {**_FIELDS, **_BY_KIND[manifest["kind"]]}.items():
+        if not isinstance(manifest.get(name), kind):
+            found = type(manifest.get(name)).__name__
+            raise ArtifactError(f"{where}: manifest field {name!r} is {found}; needed: {kind}; make the artifact again")
+    for entry in (*manifest["inputs"], *manifest["outputs"]):
+        if not isinstance(entry, dict) or not {"name", "dtype", "shape"} <= entry.keys():
+            raise ArtifactError(
+                f"{where}: manifest input or output {entry!r} lacks name, dtype or shape; make the artifact again"
+            )
+    for name, entry in manifest["files"].items():
+        parts = Path(name).parts
+        if Path(name).is_absolute() or ".." in parts or not isinstance(entry, dict) or not {"sha256", "bytes"} <= entry.keys():
+            raise ArtifactError(f"{where}: manifest names an impossible file {name!r}; do not use this artifact")
+
+
+def _check_files(path: Path, manifest: dict[str, Any], hashes: bool) -> None:
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise ArtifactError(f"{path}: file {name!r} is missing; copy the whole folder again")
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise ArtifactError(f"{path}: {name!r} has {size} bytes, the manifest says {entry['bytes']}; copy the folder again")
+        if hashes and sha256(file) != entry["sha256"]:
+            raise ArtifactError(
+                f"{path}: {name!r} was altered (its sha256 differs from the manifest); make or copy the artifact again"
+            )
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(stream)
+
+
+def _digest(stream: Any) -> str:
+    digest = hashlib.sha256()
+    while chunk := stream.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_weights(path: Path, arrays: list[Array]) -> list[dict[str, Any]]:
+    """All arrays in one file, each at a multiple of ALIGN bytes; returns the manifest's table (dtype, shape, offset)."""
+    table = []
+    with path.open("wb") as stream:
+        for array in arrays:
+            stream.write(b"\0" * (-stream.tell() % ALIGN))
+            table.append({"dtype": array.dtype.name, "shape": list(array.shape), "offset": stream.tell()})
+            stream.write(np.ascontiguousarray(array).tobytes())
+        stream.write(b"\0" * (-stream.tell() % ALIGN))
+    return table
+
+
+def map_weights(path: Path, table: list[dict[str, Any]]) -> list[Array]:
+    """The arrays of `write_weights`, mapped from the file (private copies on write, so the file is never changed)."""
+    if not table:
+        return []
+    data = np.memmap(path, dtype=np.uint8, mode="c")
+    arrays = []
+    for entry in table:
+        if entry["dtype"] not in _WEIGHT_DTYPES:
+            raise ArtifactError(f"{path}: weight dtype {entry['dtype']!r}; known: {', '.join(_WEIGHT_DTYPES)}")
+        dtype, shape = np.dtype(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        begin, size = int(entry["offset"]), int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if begin < 0 or begin % ALIGN or begin + size > data.size:
+            raise ArtifactError(f"{path}: a weight lies outside the file (offset {begin}, {size} bytes of {data.size})")
+        arrays.append(data[begin : begin + size].view(dtype).reshape(shape))
+    return arrays

@@ -1,0 +1,280 @@
+"""A quantized program rewritten into the operators that have kernels (ops/fused.py).
+
+The rules run in order; each looks at graph structure only and leaves what it does not recognize to the generic path. Nothing here
+changes what is computed beyond the order of float operations inside one fused operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
+from khtst_compile.lower.uniform import uniform_axes
+from khtst_compile.program import Program, Rewriter, call_nodes
+
+aten, khtst = torch.ops.aten, torch.ops.khtst
+
+_ACTIVATION_NODES: dict[Any, Callable[[fx.Node], str]] = {
+    aten.relu.default: lambda n: "relu",
+    aten.silu.default: lambda n: "silu",
+    aten.gelu.default: lambda n: "gelu_tanh" if n.kwargs.get("approximate", "none") == "tanh" else "gelu",
+}
+
+
+def fuse(program: Program) -> tuple[Program, dict[str, int]]:
+    """Returns the rewritten program and how often each rule applied."""
+    rewriter = Rewriter(program)
+    counts = {name: rule(rewriter) for name, rule in RULES.items()}
+    return rewriter.finish(), counts
+
+
+def fuse_attention(rw: Rewriter) -> int:
+    """scaled_dot_product_attention with its head split and merge -> khtst::attention on unsplit tensors."""
+    count = 0
+    for sdpa in list(call_nodes(rw.graph, aten.scaled_dot_product_attention.default)):
+        arguments = _sdpa_arguments(sdpa)
+        q, k, v = (sdpa.args[i] for i in range(3))
+        shapes = [tuple(t.meta["val"].shape) for t in (q, k, v)]  # type: ignore[union-attr]
+        heads, kv_heads, head_dim = shapes[0][1], shapes[1][1], shapes[0][3]
+        statics = (heads, kv_heads, head_dim, shapes[2][1], shapes[2][3])
+        if (
+            any(len(s) != 4 for s in shapes)
+            or arguments["dropout_p"]
+            or not all(isinstance(s, int) for s in statics)
+            or shapes[2][3] != head_dim
+            or shapes[2][1] != kv_heads
+            or heads % kv_heads
+            or sdpa.meta["val"].dtype is not torch.float32
+        ):
+            continue
+        flat = [_merged_heads(rw, t, sdpa) for t in (q, k, v)]  # type: ignore[arg-type]
+        mask = _narrow_mask(rw, arguments["attn_mask"], sdpa)
+        scale = arguments["scale"] if arguments["scale"] is not None else float(head_dim) ** -0.5
+        new = rw.call(
+            khtst.attention.default, *flat, mask, heads, kv_heads, head_dim, [0, 0, 0], scale, arguments["is_causal"], before=sdpa
+        )
+        _replace_merged(rw, sdpa, new, (heads, head_dim))
+        count += 1
+    return count
+
+
+def merge_projections(rw: Rewriter) -> int:
+    """w8a8_linear nodes that read the same codes and feed only attention become one, read at column offsets."""
+    groups: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
+    for node in call_nodes(rw.graph, khtst.w8a8_linear.default):
+        if all(u.target is khtst.attention.default for u in node.users):
+            groups.setdefault((node.args[0], node.args[1]), []).append(node)  # type: ignore[arg-type]
+    count = 0
+    for (codes, scale), nodes in groups.items():
+        biases = [rw.value(n.args[4]) if n.args[4] is not None else None for n in nodes]  # type: ignore[arg-type]
+        weights = [(rw.value(n.args[2]), rw.value(n.args[3])) for n in nodes]  # type: ignore[arg-type]
+        if len(nodes) < 2 or any(w is None or s is None for w, s in weights):
+            continue
+        widths = [int(w.shape[0]) for w, _ in weights if w is not None]
+        offsets = [sum(widths[:i]) for i in range(len(widths))]
+        bias = torch.cat([b if b is not None else torch.zeros(w) for b, w in zip(biases, widths, strict=True)])
+        hint = "+".join(n.name for n in nodes)
+        merged = rw.call(
+            khtst.w8a8_linear.default,
+            codes,
+            scale,
+            rw.add_tensor(hint + "_weight", torch.cat([w for w, _ in weights if w is not None])),
+            rw.add_tensor(hint + "_scale", torch.cat([s for _, s in weights if s is not None])),
+            rw.add_tensor(hint + "_bias", bias) if any(b is not None for b in biases) else None,
+            before=nodes[0],
+            like=nodes[0],
+        )
+        merged.meta["khtst_sites"] = [n for node in nodes for n in _sites(node)]
+        for node, offset in zip(nodes, offsets, strict=True):
+            for user in list(node.users):
+                _shift_attention(user, node, merged, offset)
+            rw.graph.erase_node(node)
+        count += 1
+    return count
+
+
+def fuse_norms(rw: Rewriter) -> int:
+    """layer_norm -> khtst::norm, and with a quantize_rows of its result -> khtst::norm_quantize."""
+    count = 0
+    for node in list(call_nodes(rw.graph, aten.layer_norm.default)):
+        x, shape = node.args[0], node.args[1]
+        gamma, beta, eps = (
+            (*node.args[2:], None, None, 1e-5)[i] if i < len(node.args[2:]) else d for i, d in enumerate((None, None, 1e-5))
+        )
+        if len(shape) != 1 or node.meta["val"].dtype is not torch.float32:  # type: ignore[arg-type]
+            continue
+        _fuse_norm(rw, node, x, gamma, beta, float(eps), rms=False)  # type: ignore[arg-type]
+        count += 1
+    return count
+
+
+def _fuse_norm(rw: Rewriter, node: fx.Node, x: Any, gamma: Any, beta: Any, eps: float, rms: bool) -> None:
+    quantizers = [u for u in node.users if u.target is khtst.quantize_rows.default]
+    if not quantizers:
+        rw.replace(node, rw.call(khtst.norm.default, x, gamma, beta, eps, rms, before=node))
+        return
+    first = quantizers[0]  # any further quantizer of the same value keeps reading the float result
+    new = rw.call(khtst.norm_quantize.default, x, gamma, beta, eps, rms, *first.args[1:], before=node)
+    parts = [rw.getitem(new, i, before=node) for i in range(3)]
+    for item in list(first.users):
+        rw.replace(item, parts[1 + int(item.args[1])])  # type: ignore[arg-type]
+    rw.graph.erase_node(first)
+    rw.replace(node, parts[0])
+
+
+def fuse_activations(rw: Rewriter) -> int:
+    """An activation read only by one quantize_rows -> khtst::act_quantize."""
+    count = 0
+    for node in list(call_nodes(rw.graph, *_ACTIVATION_NODES)):
+        users = list(node.users)
+        if len(users) != 1 or users[0].target is not khtst.quantize_rows.default:
+            continue
+        act = _ACTIVATION_NODES[node.target](node)
+        new = rw.call(khtst.act_quantize.default, node.args[0], act, *users[0].args[1:], before=node)
+        for item in list(users[0].users):
+            rw.replace(item, rw.getitem(new, int(item.args[1]), before=node))  # type: ignore[arg-type]
+        rw.graph.erase_node(users[0])
+        rw.graph.erase_node(node)
+        count += 1
+    return count
+
+
+def fuse_linears(rw: Rewriter) -> int:
+    """Linears, with the activation and the residual addition that follow them, -> khtst::w8a8_gemm or khtst::linear."""
+    count = 0
+    for node in list(call_nodes(rw.graph, khtst.w8a8_linear.default, aten.linear.default)):
+        quantized = node.target is khtst.w8a8_linear.default
+        operands = list(node.args) + [None] * ((5 if quantized else 3) - len(node.args))
+        if not quantized and (rw.value(operands[1]) is None or node.meta["val"].dtype is not torch.float32):  # type: ignore[arg-type]
+            continue
+        last, act = _take_activation(node)
+        last, residual = _take_residual(rw, last)
+        target = khtst.w8a8_gemm.default if quantized else khtst.linear.default
+        new = rw.call(target, *operands, act, residual, before=last, like=node)
+        new.meta["khtst_sites"] = _sites(node)
+        rw.replace(last, new)
+        count += 1
+    return count
+
+
+def _take_activation(node: fx.Node) -> tuple[fx.Node, str]:
+    users = list(node.users)
+    if len(users) == 1 and users[0].target in _ACTIVATION_NODES:
+        return users[0], _ACTIVATION_NODES[users[0].target](users[0])
+    return node, "none"
+
+
+def _take_residual(rw: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The addition of another computed tensor of the same shape, where it is the only reader."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
+        return node, None
+    add = users[0]
+    other = add.args[1] if add.args[0] is node else add.args[0]
+    if not isinstance(other, fx.Node) or other is node:
+        return node, None
+    mine, theirs = node.meta["val"], other.meta["val"]
+    if not isinstance(theirs, torch.Tensor) or theirs.dtype is not torch.float32 or tuple(mine.shape) != tuple(theirs.shape):
+        return node, None
+    return add, other
+
+
+def _sites(node: fx.Node) -> list[str]:
+    from khtst_compile.program import site_of
+
+    return list(node.meta.get("khtst_sites", [site_of(node)]))
+
+
+def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    given.update(dict(zip(names, node.args, strict=False)))
+    given.update(node.kwargs)
+    return given
+
+
+def _merged_heads(rw: Rewriter, value: fx.Node, before: fx.Node) -> fx.Node:
+    """(batch, heads, length, head_dim) -> (batch, length, heads * head_dim), undoing a view + transpose where that made it."""
+    b, h, s, d = value.meta["val"].shape
+    if value.target is aten.transpose.int and set(value.args[1:]) in ({1, 2}, {-3, -2}):
+        view = value.args[0]
+        if isinstance(view, fx.Node) and view.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+            source = view.args[0]
+            if isinstance(source, fx.Node) and source.meta["val"].dim() == 3 and source.meta["val"].shape[2] == h * d:
+                return source
+    moved = rw.call(aten.transpose.int, value, 1, 2, before=before)
+    sizes = [_size(rw, value, 0, before), _size(rw, value, 2, before), h * d]
+    return rw.call(aten.reshape.default, moved, sizes, before=before)
+
+
+def _size(rw: Rewriter, value: fx.Node, axis: int, before: fx.Node) -> Any:
+    size = value.meta["val"].shape[axis]
+    return size if isinstance(size, int) else rw.call(aten.sym_size.int, value, axis, before=before)
+
+
+def _replace_merged(rw: Rewriter, old: fx.Node, new: fx.Node, heads: tuple[int, int]) -> None:
+    """`new` is (b, s, h*d). Users of `old` (b, h, s, d) that only merge the heads read it directly; others get it split again."""
+    node, chain = old, [old]
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.target not in (
+            aten.transpose.int,
+            aten.reshape.default,
+            aten.view.default,
+            aten.contiguous.default,
+            aten.clone.default,
+        ):
+            break
+        chain.append(user)
+        node = user
+        if user.meta["val"].dim() == 3:
+            break
+    transposes = [n for n in chain if n.target is aten.transpose.int]
+    b, s, width = new.meta["val"].shape
+    merged = tuple(chain[-1].meta["val"].shape)
+    if len(transposes) == 1 and set(transposes[0].args[1:]) in ({1, 2}, {-3, -2}) and merged == (b, s, width):
+        chain[-1].replace_all_uses_with(new)
+        for n in reversed(chain):
+            rw.graph.erase_node(n)
+        return
+    sizes = [_size(rw, new, 0, old), _size(rw, new, 1, old), *heads]
+    split = rw.call(aten.view.default, new, sizes, before=old)
+    rw.replace(old, rw.call(aten.transpose.int, split, 1, 2, before=old))
+
+
+def _narrow_mask(rw: Rewriter, mask: Any, before: fx.Node) -> Any:
+    """Cut the axes along which a mask is provably the same down to one, so that it is neither built nor read in full."""
+    if not isinstance(mask, fx.Node):
+        return None
+    for axis in uniform_axes(mask):
+        if axis in (0, 1, 2) and mask.meta["val"].shape[axis] != 1:
+            mask = rw.call(aten.slice.Tensor, mask, axis, 0, 1, before=before, like=mask)
+    while mask.meta["val"].dim() < 4:
+        mask = rw.call(aten.unsqueeze.default, mask, 0, before=before, like=mask)
+    return mask
+
+
+def _shift_attention(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> None:
+    """Let an attention read `new` from column `offset` wherever it read `old`."""
+    args = list(user.args)
+    offsets = list(args[7])  # type: ignore[arg-type]
+    for i in range(3):
+        if args[i] is old:
+            args[i], offsets[i] = new, offsets[i] + offset  # type: ignore[operator]
+    args[7] = offsets
+    user.args = tuple(args)
+
+
+RULES: dict[str, Callable[[Rewriter], int]] = {
+    "attention": fuse_attention,
+    "projections": merge_projections,
+    "norms": fuse_norms,
+    "activations": fuse_activations,
+    "linears": fuse_linears,
+}
+_ = operator

@@ -1,0 +1,228 @@
+"""Program -> Relax: operators with a kernel become calls of it, the rest goes through TVM's importer.
+
+The module gets two functions that share all kernels: `main` returns the outputs, `taps` returns them and after them what every
+kernel wrote, so that a wrong layer can be named. Weights are no part of the module: both functions take them as one tuple.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import tvm
+from torch import fx
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+from tvm import relax
+from tvm.relax.frontend.torch import from_exported_program
+
+from khtst_compile.errors import LoweringError
+from khtst_compile.lower.fuse import fuse
+from khtst_compile.lower.importer import CONVERTERS, prepare
+from khtst_compile.program import Program, Rewriter, site_of, source_line
+from khtst_compile.targets.contract import KernelCall, Target, array
+
+INLINE_BYTES = 64  # constants up to this size stay in the module
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One value a kernel wrote. node: the fused graph's node; output: index in its result; site: where it is in the model.
+
+    kind: "codes" (int8 codes in the target's storage), "scale" or "float"; features: logical last axis (codes may be padded).
+    """
+
+    node: str
+    output: int
+    site: str
+    operator: str
+    kind: str
+    features: int | None
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """module: Relax and TIR, not yet scheduled; weights: the arrays of the tuple argument; taps: in the order `taps` returns them.
+
+    program: the fused program the module was made from; fused: how often each fusion rule applied.
+    """
+
+    module: Any
+    weights: list[npt.NDArray[Any]]
+    taps: tuple[Tap, ...]
+    program: Program
+    fused: dict[str, int]
+
+
+def to_relax(program: Program, target: Target) -> Lowered:
+    """Lower `program` for `target`. Raises LoweringError naming the operator and its source line where there is no way."""
+    fused, counts = fuse(program)
+    ready = prepare(fused)
+    taps = _taps(fused, ready)
+    exported = _with_taps(ready, taps)
+    kernels = _KernelCalls(ready, target)
+    converters = {**CONVERTERS, **{f"{name}.default": kernels.convert for name in kernels.names}}
+    try:
+        module = from_exported_program(
+            exported, run_ep_decomposition=False, custom_convert_map=converters, unwrap_unit_return_tuple=False
+        )
+    except (AssertionError, ValueError, NotImplementedError, TypeError, KeyError, tvm.TVMError) as error:
+        raise LoweringError(_explain(ready, error)) from error
+    module = _split_main(module, len(program.outputs))
+    module, weights = lift_weights(module)
+    return Lowered(module, weights, taps, ready, counts)
+
+
+class _KernelCalls:
+    """Emits call_tir for each operator the target has kernels for."""
+
+    def __init__(self, program: Program, target: Target):
+        self._rules = target.kernels()
+        self._tensors = program.tensors()
+        self._functions: dict[str, relax.GlobalVar] = {}
+        self._constants: dict[int, tuple[Any, relax.Constant]] = {}
+        self.names = [name.partition(".")[2] for name in self._rules]
+
+    def constant(self, node: Any) -> npt.NDArray[Any] | None:
+        if not isinstance(node, fx.Node) or node.name not in self._tensors:
+            return None
+        return array(self._tensors[node.name])
+
+    def convert(self, node: fx.Node, importer: Any) -> Any:
+        name = str(node.target).removesuffix(".default")
+        for rule in self._rules[name]:
+            call = rule(node, self.constant)
+            if call is not None:
+                return self._emit(node, call, importer)
+        shapes = [tuple(a.meta["val"].shape) for a in node.args if isinstance(a, fx.Node) and hasattr(a.meta.get("val"), "shape")]
+        raise LoweringError(f"{site_of(node)} ({source_line(node)}): no kernel serves {name} with shapes {shapes}")
+
+    def _emit(self, node: fx.Node, call: KernelCall, importer: Any) -> Any:
+        builder = importer.block_builder
+        if call.key not in self._functions:
+            name = call.key
+            func = call.func.with_attr("global_symbol", name).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+            self._functions[call.key] = builder.add_func(func, name)
+        operands = [importer.env[o] if isinstance(o, fx.Node) else relax.const(o) for o in call.operands]
+        lead = list(operands[0].struct_info.shape.values)[:-1]
+        infos = [relax.TensorStructInfo(lead if width is None else [*lead, width], dtype) for width, dtype in call.outputs]
+        result = builder.emit(relax.call_tir(self._functions[call.key], operands, infos if len(infos) > 1 else infos[0]))
+        values = [builder.emit(relax.TupleGetItem(result, i)) for i in range(len(infos))] if len(infos) > 1 else [result]
+        if not isinstance(node.meta["val"], (tuple, list)):
+            return values[0]
+        full: list[Any] = [None] * len(node.meta["val"])
+        for slot, value in zip(call.slots, values, strict=True):
+            full[slot] = value
+        return full
+
+
+def _kernel_nodes(program: Program) -> list[fx.Node]:
+    return [n for n in program.graph.nodes if n.op == "call_function" and str(n.target).startswith("khtst.")]
+
+
+def _taps(fused: Program, ready: Program) -> tuple[Tap, ...]:
+    """The taps of the decomposed program; sites come from the fused one, since decomposition keeps order but not every note."""
+    taps: list[Tap] = []
+    for origin, node in zip(_kernel_nodes(fused), _kernel_nodes(ready), strict=True):
+        name = str(node.target).removesuffix(".default").removeprefix("khtst.")
+        site = "+".join(origin.meta.get("khtst_sites", [site_of(origin)]))
+        value = node.meta["val"]
+        if isinstance(value, (tuple, list)):
+            for user in sorted((u for u in node.users if u.target is operator.getitem), key=lambda u: int(u.args[1])):
+                taps.append(_tap(user.name, int(user.args[1]), site, name, value[int(user.args[1])]))
+        else:
+            taps.append(_tap(node.name, 0, site, name, value))
+    return tuple(taps)
+
+
+def _tap(node: str, output: int, site: str, name: str, value: torch.Tensor) -> Tap:
+    if value.dtype is torch.int8:
+        return Tap(node, output, site, name, "codes", int(value.shape[-1]))
+    kind = "scale" if name.endswith(("quantize", "quantize_rows")) and output > 0 else "float"
+    return Tap(node, output, site, name, kind, int(value.shape[-1]) if kind == "float" else None)
+
+
+def _with_taps(program: Program, taps: tuple[Tap, ...]) -> Any:
+    """The exported program, returning the taps after its outputs."""
+    rw = Rewriter(program)
+    output = next(n for n in reversed(rw.graph.nodes) if n.op == "output")
+    output.args = ((*output.args[0], *(rw.node(t.node) for t in taps)),)
+    signature = program.ep.graph_signature
+    extra = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(t.node), None) for t in taps]
+    widened = replace(signature, output_specs=[*signature.output_specs, *extra])
+    ep = program.ep
+    return rw.exported(widened, ep.state_dict, ep.constants)
+
+
+def _split_main(module: Any, outputs: int) -> Any:
+    """`main` as imported becomes `taps`; a new `main` returns its first `outputs` results alone."""
+    function = module["main"]
+    block = function.body.blocks[-1]
+    last = block.bindings[-1]
+    if not isinstance(last.value, relax.Tuple):
+        raise LoweringError(f"the importer returned {type(last.value).__name__} where a tuple of outputs was expected")
+    kept = relax.Tuple(list(last.value.fields)[:outputs])
+    variable = relax.Var("outputs", kept.struct_info if kept.struct_info_ is not None else None)
+    body = relax.SeqExpr(
+        [*function.body.blocks[:-1], relax.DataflowBlock([*block.bindings[:-1], relax.VarBinding(variable, kept)])], variable
+    )
+    main = relax.Function(function.params, body, None, function.is_pure).with_attrs(function.attrs)
+    taps = relax.utils.copy_with_new_vars(function) if hasattr(relax.utils, "copy_with_new_vars") else function
+    module["taps"] = taps.with_attr("global_symbol", "taps")
+    module["main"] = main.with_attr("global_symbol", "main")
+    return relax.transform.DeadCodeElimination(["main", "taps"])(relax.transform.Normalize()(module))
+
+
+def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
+    """Replace every constant larger than INLINE_BYTES by an item of a tuple parameter `weights`, shared by all functions."""
+    table: dict[Any, int] = {}
+    arrays: list[npt.NDArray[Any]] = []
+    infos: list[Any] = []
+
+    def collect(expr: Any) -> None:
+        if isinstance(expr, relax.Constant):
+            data = expr.data.numpy()
+            if data.nbytes > INLINE_BYTES:
+                key = (data.dtype.str, data.shape, data.tobytes() if data.nbytes < 4096 else hash(data.tobytes()))
+                if key not in table:
+                    table[key] = len(arrays)
+                    arrays.append(data)
+                    infos.append(expr.struct_info)
+
+    names = [gv for gv, f in module.functions_items() if isinstance(f, relax.Function)]
+    for gv in names:
+        relax.analysis.post_order_visit(module[gv], collect)
+    weights_info = relax.TupleStructInfo(infos)
+
+    @relax.expr_functor.mutator
+    class Lift(relax.PyExprMutator):  # type: ignore[misc]
+        def __init__(self, mod: Any, weights: Any):
+            super().__init__(mod)
+            self.weights = weights
+
+        def visit_constant_(self, op: Any) -> Any:
+            data = op.data.numpy()
+            if data.nbytes <= INLINE_BYTES:
+                return op
+            key = (data.dtype.str, data.shape, data.tobytes() if data.nbytes < 4096 else hash(data.tobytes()))
+            return self.builder_.emit(relax.TupleGetItem(self.weights, table[key]))
+
+    for gv in names:
+        function = module[gv]
+        weights = relax.Var("weights", weights_info)
+        body = Lift(module, weights).visit_expr(function.body)
+        lifted = relax.Function([*function.params, weights], body, None, function.is_pure).with_attrs(function.attrs)
+        module.update_func(gv, lifted)
+    return relax.transform.Normalize()(module), arrays
+
+
+def _explain(program: Program, error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"TVM's importer cannot take this model: {text[-1] if text else type(error).__name__}"
+
+
+_Converter = Callable[[fx.Node, Any], Any]
