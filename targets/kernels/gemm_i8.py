@@ -1,0 +1,222 @@
+"""int8 x int8 matrix product with the dequantization, bias, activation and residual of a linear layer fused.
+
+    C = act(fma(float(acc), a_scale[m] * w_scale[n], bias[n])) (+ residual)      acc[m, n] = sum_k a[m, k] w[n, k]
+
+acc is an exact int32: |a|, |w| <= 127, and the widest k is limited so that it cannot overflow. It is converted to float32
+(round to nearest), the product of the scales is rounded to float32, then one fused multiply-add.
+
+The matrix is cut into panels of a few vectors of columns, packed at compile time; a panel is walked by tiles of rows
+whose accumulators fill the registers, over the whole of k. Tile sizes come from the register file: accumulators, one
+vector of weights per column vector, one broadcast of codes and one product have to fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from khtst_compile.errors import LoweringError
+from khtst_compile.targets.isa import Isa
+
+from .act import activation
+from .dot import Dot, dot_of
+from .rows import LEAD2, Arguments, Lead, round_up
+from .tiles import Panels, Sink, for_tiles, panels_of
+from .vec import Expr, Floats, fma, fma_reference, i32, small, span, splat, store, to_float
+
+CODES_ALIGNMENT = 16
+"""Codes are stored in rows of round_up(K, 16) elements."""
+LIMIT = 127
+"""Largest magnitude of a code and of a weight."""
+
+
+@dataclass(frozen=True)
+class GemmI8:
+    """One int8 GEMM kernel.
+
+    isa:       instruction set.
+    n, k:      output and input features; weights are (n, k).
+    lead:      leading dimensions of codes, scales, residual and output.
+    act:       activation after the bias, a name in act.ACTIVATIONS.
+    residual:  whether a float32 (lead.., n) tensor is added last.
+    output:    "float32", or "acc": the raw int32 sums, without scales, bias, activation or residual.
+    name:      of the function.
+    """
+
+    isa: Isa
+    n: int
+    k: int
+    lead: Lead = LEAD2
+    act: str = "none"
+    residual: bool = False
+    output: str = "float32"
+    name: str = "gemm_i8"
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.k < 1:
+            raise LoweringError(f"{self.name}: weight is ({self.n}, {self.k}); needed at least (1, 1)")
+        widest = (2**31 - 1) // LIMIT**2
+        if self.k > widest:
+            raise LoweringError(f"{self.name}: {self.k} input features; int32 sums are exact up to {widest}; split the layer")
+        if self.output not in ("float32", "acc"):
+            raise LoweringError(f"{self.name}: output '{self.output}'; use 'float32' or 'acc'")
+        if self.output == "acc" and (self.residual or self.act != "none"):
+            raise LoweringError(f"{self.name}: output 'acc' has no activation or residual; use output 'float32'")
+        activation(self.act)
+
+    @property
+    def panels(self) -> Panels:
+        """The cut of the columns."""
+        return panels_of(self.n, self.isa)
+
+    @property
+    def dot(self) -> Dot:
+        """The multiply-add instruction."""
+        return dot_of(self.isa)
+
+    @property
+    def groups(self) -> int:
+        """Steps over k; weights beyond k are zero, so whatever codes hold there does not count."""
+        return -(-self.k // self.dot.group)
+
+    @property
+    def codes_width(self) -> int:
+        """Elements of a stored row of codes."""
+        return round_up(self.k, CODES_ALIGNMENT)
+
+    @property
+    def needs_compensation(self) -> bool:
+        """Whether codes are stored with an offset that the sums have to be freed of."""
+        return self.isa.codes_offset != 0
+
+
+def prim_func(spec: GemmI8) -> tirx.PrimFunc:
+    """The TIR of `spec`.
+
+    Arguments: codes (lead.., round_up(k, 16)) codes_dtype; a_scale (lead..) float32; the arrays of `pack`;
+    [residual (lead.., n) float32]; C (lead.., n) float32 (int32 for output "acc").
+    """
+    panels, dot = spec.panels, spec.dot
+    raw = spec.output == "acc"
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name(spec.name)
+        T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
+        args = Arguments(spec.lead.dims())
+        args.rows("codes", spec.codes_width, spec.isa.codes_dtype)
+        args.rows("a_scale", None)
+        args.vector("weights", panels.count * spec.groups * panels.vectors * dot.bytes, "int8")
+        if spec.needs_compensation:
+            args.vector("compensation", panels.padded, "int32")
+        args.vector("w_scale", panels.padded)
+        args.vector("bias", panels.padded)
+        if spec.residual:
+            args.rows("residual", spec.n)
+        args.rows("out", spec.n, "int32" if raw else "float32")
+        rows, flat = args.flatten()
+        sink = Sink(panels, flat["out"], spec.act, flat.get("residual"))
+        for_tiles(rows, panels, lambda panel, first, count: _tile(spec, flat, sink, panel, first, count))
+    return builder.get()
+
+
+def _tile(spec: GemmI8, flat: dict[str, Expr], sink: Sink, panel: Expr, first: Expr, count: int) -> None:
+    panels = spec.panels
+    lanes, vectors = panels.lanes, panels.vectors
+    acc = _sums(spec, flat, panel, first, count)
+    if spec.output == "acc":
+        sink.store_tile(panel, first, count, lambda i, j: acc[i][j][span(0, lanes)])
+        return
+    column = T.Bind(panel * panels.width)
+    scales = [T.Bind(flat["w_scale"][span(column + j * lanes, lanes)]) for j in range(vectors)]
+    biases = [T.Bind(flat["bias"][span(column + j * lanes, lanes)]) for j in range(vectors)]
+    row_scales = [T.Bind(splat(flat["a_scale"][first + i], lanes)) for i in range(count)]
+    sink.store_tile(
+        panel,
+        first,
+        count,
+        lambda i, j: fma(to_float(acc[i][j][span(0, lanes)]), T.Bind(row_scales[i] * scales[j]), biases[j]),
+    )
+
+
+def _sums(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count: int) -> list[list[Expr]]:
+    """Accumulate a tile over all of k; the int32 sums are left in small buffers that LLVM keeps in registers."""
+    panels, dot = spec.panels, spec.dot
+    lanes, vectors = panels.lanes, panels.vectors
+    acc = [[small(lanes, "int32") for _ in range(vectors)] for _ in range(count)]
+    for j in range(vectors):
+        start = i32(0, lanes)
+        if spec.needs_compensation:
+            start = T.Bind(flat["compensation"][span(panel * panels.width + j * lanes, lanes)])
+        for i in range(count):
+            store(acc[i][j], start, 0)
+    with T.serial(T.int64(0), T.int64(spec.groups)) as g:
+        packed = T.Bind((panel * spec.groups + g) * (vectors * dot.bytes))
+        weights = [dot.weights(flat["weights"], packed + j * dot.bytes) for j in range(vectors)]
+        for i in range(count):
+            codes = dot.codes(flat["codes"], (first + i) * spec.codes_width + g * dot.group)
+            for j in range(vectors):
+                old = acc[i][j][span(0, lanes)]
+                store(acc[i][j], dot.accumulate(old, codes, weights[j], spec.isa.emulated), 0)
+    return acc
+
+
+def pack(
+    spec: GemmI8, weights: npt.NDArray[np.int8], w_scale: Floats, bias: Floats | None = None
+) -> list[npt.NDArray[np.generic]]:
+    """The constant arguments of `spec`, in order.
+
+    weights:  (n, k) int8 in [-127, 127].
+    w_scale:  (n,) float32; bias: (n,) float32 or None for zero.
+    returns:  weights [panel, group of k, vector, lane, k in group] int8, flat; [-128 * sum of a row (padded n,) int32];
+              w_scale and bias (padded n,) float32.
+    Raises LoweringError when a shape does not fit or a weight is -128.
+    """
+    if weights.shape != (spec.n, spec.k) or w_scale.shape != (spec.n,):
+        raise LoweringError(
+            f"{spec.name}: weights {weights.shape} and scales {w_scale.shape}; needed {(spec.n, spec.k)} and {(spec.n,)}"
+        )
+    if weights.dtype != np.int8 or weights.min() < -LIMIT:
+        raise LoweringError(f"{spec.name}: weights are {weights.dtype}, least {weights.min()}; needed int8 >= -127")
+    panels, group = spec.panels, spec.dot.group
+    padded = np.zeros((panels.padded, spec.groups * group), np.int8)
+    padded[: spec.n, : spec.k] = weights
+    tiles = padded.reshape(panels.count, panels.vectors, panels.lanes, spec.groups, group)
+    packed: list[npt.NDArray[np.generic]] = [np.ascontiguousarray(tiles.transpose(0, 3, 1, 2, 4)).reshape(-1)]
+    if spec.needs_compensation:
+        packed.append(-spec.isa.codes_offset * padded.sum(axis=1, dtype=np.int32))
+    for values in (w_scale, bias):
+        column = np.zeros(panels.padded, np.float32)
+        if values is not None:
+            column[: spec.n] = values
+        packed.append(column)
+    return packed
+
+
+def store_codes(isa: Isa, codes: npt.NDArray[np.int8]) -> npt.NDArray[np.generic]:
+    """int8 codes (lead.., K) as kernels read them: (lead.., round_up(K, 16)) codes_dtype, with the offset added."""
+    width = codes.shape[-1]
+    stored = np.full((*codes.shape[:-1], round_up(width, CODES_ALIGNMENT)), isa.codes_offset, isa.codes_dtype)
+    stored[..., :width] = (codes.astype(np.int32) + isa.codes_offset).astype(isa.codes_dtype)
+    return stored
+
+
+def reference(
+    codes: npt.NDArray[np.int8],
+    a_scale: Floats,
+    weights: npt.NDArray[np.int8],
+    w_scale: Floats,
+    bias: Floats | None = None,
+    act: str = "none",
+    residual: Floats | None = None,
+) -> Floats:
+    """What the kernel computes, to the bit: codes (lead.., k) int8, a_scale (lead..), weights (n, k) -> (lead.., n)."""
+    # Sums of products of int8 are exact in float64 up to 2^53.
+    acc = (codes.astype(np.float64) @ weights.astype(np.float64).T).astype(np.int32)
+    scale = a_scale[..., None] * w_scale
+    value = fma_reference(acc.astype(np.float32), scale, np.float32(0) if bias is None else bias)
+    value = activation(act).reference(value)
+    return value if residual is None else value + residual
