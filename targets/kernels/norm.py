@@ -202,10 +202,8 @@ def reference(
     with np.errstate(all="ignore"):
         h = x if residual is None else x + residual
         width = np.float32(spec.width)
-        if spec.kind == "layer":
-            centered = h - _sum_reference(h, lambda total, v: total + v) / width
-        else:
-            centered = h
+        mean = _sum_reference(h, lambda total, v: total + v) / width if spec.kind == "layer" else None
+        centered = h if mean is None else h - mean
         square = _sum_reference(centered, lambda total, v: fma_reference(v, v, total))
         rstd = np.float32(1) / np.sqrt(square / width + np.float32(spec.eps))
         y = centered * rstd

@@ -60,11 +60,11 @@ class Arguments:
     dims: list[Expr]
     pending: list[tuple[str, Expr, Expr, str]] = field(default_factory=list)
 
-    def rows(self, name: str, width: int | None, dtype: str = "float32") -> None:
+    def rows(self, name: str, width: Expr | None, dtype: str = "float32") -> None:
         """Declare a tensor (lead.., width), or (lead..) when width is None."""
-        shape = [*self.dims] if width is None else [*self.dims, T.int64(width)]
-        buffer = T.arg(name, T.buffer(shape, dtype))
-        self.pending.append((name, buffer, width or 1, dtype))
+        last = T.int64(width) if isinstance(width, int) else width
+        buffer = T.arg(name, T.buffer([*self.dims] if last is None else [*self.dims, last], dtype))
+        self.pending.append((name, buffer, 1 if last is None else last, dtype))
 
     def vector(self, name: str, length: int, dtype: str = "float32") -> None:
         """Declare a constant tensor (length,)."""

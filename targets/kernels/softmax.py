@@ -1,0 +1,173 @@
+"""Softmax over the last dimension, and the exponential it shares with attention.
+
+    p = exp(x - max x),  softmax = p * (1 / sum p)
+
+The maximum is exact in any order. The sum adds 16-lane vectors in their order and then runs the tree of `vec.across`, so the
+bits are the same on every machine. A row of -inf comes out as NaN, as in torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from khtst_compile.errors import LoweringError
+from khtst_compile.targets.isa import Isa
+from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, for_rows
+from khtst_compile.targets.kernels.vec import (
+    LANES,
+    Expr,
+    Floats,
+    across,
+    across_reference,
+    at_least,
+    bits,
+    f32,
+    from_bits,
+    horner,
+    horner_reference,
+    i32,
+    keep,
+    mul,
+    rounded,
+    small,
+    span,
+    store,
+    sum_across,
+)
+
+LOG2_E = 1.4426950408889634
+_LOWEST = -127.0
+_ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits.
+# 2**r on |r| <= 1/2, the constant fixed to 1; minimax in relative error, 1.1e-7 with these float32 coefficients.
+_EXP2 = (
+    0.001326472731307149,
+    0.009671512991189957,
+    0.05550733581185341,
+    0.24022242426872253,
+    0.6931470036506653,
+    1.0,
+)
+
+
+def exp_nonpositive(x: Expr) -> Expr:
+    """e^x for x <= 0 (16 float32 lanes): 2^r * 2^n with n + r = x * log2(e).
+
+    Exactly 0 from x <= -88.03 on, -inf included: there n = -127 and r = 0, the polynomial is exactly 1, and adding n to its
+    exponent field leaves no bit. NaN stays NaN. Relative error 1.1e-7 + |x| * 2**-24 (the product is rounded).
+    """
+    y = T.Bind(at_least(mul(x, f32(LOG2_E)), f32(_LOWEST)))
+    # Fenced: TVM's simplifier would cancel (y + c) - c.
+    shifted = T.Bind(rounded(y + f32(_ROUND)))
+    r = T.Bind(y - T.Bind(shifted - f32(_ROUND)))
+    return T.Bind(from_bits(bits(horner(_EXP2, r)) + T.shift_left(bits(shifted), i32(23))))
+
+
+def exp_nonpositive_reference(x: Floats) -> Floats:
+    """What `exp_nonpositive` computes: x (...,) float32, <= 0."""
+    with np.errstate(all="ignore"):
+        scaled = x * np.float32(LOG2_E)
+        y = np.where(np.float32(_LOWEST) > scaled, np.float32(_LOWEST), scaled)
+        shifted = y + np.float32(_ROUND)
+        r = y - (shifted - np.float32(_ROUND))
+        power = horner_reference(_EXP2, r).astype(np.float32).view(np.int32) + (shifted.view(np.int32) << 23)
+    return power.view(np.float32)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The kernel softmax(x) -> y, both (lead.., width) float32.
+
+    width:  length of the last dimension; None for a symbolic one.
+    """
+
+    isa: Isa
+    width: int | None
+    lead: Lead = LEAD2
+    name: str = "softmax"
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width is not None and self.width < 1:
+            raise LoweringError(f"{self.name}: softmax over {self.width} elements; needed at least 1")
+
+
+_ASSUMED_WIDTH = 256
+"""From which chunks are sized when the width is symbolic."""
+
+
+def prim_func(spec: Softmax) -> tirx.PrimFunc:
+    """The TIR of `spec`."""
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name(spec.name)
+        T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
+        width = tirx.Var("width", "int64") if spec.width is None else T.int64(spec.width)
+        args = Arguments(spec.lead.dims())
+        args.rows("x", width)
+        args.rows("y", width)
+        rows, flat = args.flatten()
+
+        def one(row: Expr, scratch: list[Expr]) -> None:
+            _softmax_row(flat["x"], flat["y"], T.Bind(row * width), width)
+
+        for_rows(rows, spec.width or _ASSUMED_WIDTH, (), spec.parallel, one)
+    return builder.get()
+
+
+def _softmax_row(x: Expr, y: Expr, start: Expr, width: Expr) -> None:
+    full, tail = T.Bind(width // LANES), T.Bind(width % LANES)
+    end = T.Bind(start + full * LANES)
+    last = small()  # the tail of the row, -inf beyond it
+    store(last, f32(-np.inf), 0)
+    with T.serial(T.int64(0), tail) as i:
+        T.buffer_store(last, x[end + i], [i])
+    peak = small()
+    store(peak, last[span(0)], 0)
+    with T.serial(T.int64(0), full) as j:
+        store(peak, T.max(peak[span(0)], x[span(start + j * LANES)]), 0)
+    top = T.Bind(across(peak[span(0)], T.max))
+    total = small()
+    store(total, f32(0.0), 0)
+
+    def power(value: Expr) -> Expr:
+        p = exp_nonpositive(T.Bind(value - top))
+        store(total, total[span(0)] + p, 0)
+        return p
+
+    with T.serial(T.int64(0), full) as j:
+        store(y, power(T.Bind(x[span(start + j * LANES)])), start + j * LANES)
+    store(last, power(T.Bind(last[span(0)])), 0)
+    inverse = T.Bind(f32(1.0) / sum_across(keep(total[span(0)])))
+    with T.serial(T.int64(0), full) as j:
+        at = T.Bind(start + j * LANES)
+        store(y, y[span(at)] * inverse, at)
+    store(last, last[span(0)] * inverse, 0)
+    with T.serial(T.int64(0), tail) as i:
+        T.buffer_store(y, last[i], [end + i])
+
+
+def sum_reference(values: Floats) -> Floats:
+    """Sum over the last dimension in the kernels' order: values (..., n) float32, n a multiple of 16 -> (..., 1)."""
+    total = np.zeros((*values.shape[:-1], LANES), np.float32)
+    for i in range(0, values.shape[-1], LANES):
+        total = total + values[..., i : i + LANES]
+    return across_reference(total, np.add)[..., :1]
+
+
+def padded(values: Floats, fill: float) -> Floats:
+    """values (..., n) -> (..., n rounded up to 16), `fill` beyond."""
+    extra = -values.shape[-1] % LANES
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, extra)], constant_values=fill)
+
+
+def reference(x: Floats) -> Floats:
+    """What the kernel computes, to the bit, for rows without NaN: x (..., width) float32."""
+    with np.errstate(all="ignore"):
+        p = exp_nonpositive_reference(padded(x, -np.inf) - x.max(axis=-1, keepdims=True))
+        inverse = np.float32(1) / sum_reference(p)
+        result: Floats = (p * inverse)[..., : x.shape[-1]]
+    return result
