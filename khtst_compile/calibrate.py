@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
+
+from khtst_compile.errors import CalibrationError
+from khtst_compile.progress import NullProgress, Progress
+from khtst_compile.reservoir import Reservoir
+from khtst_compile.samples import Samples, load_samples
+
+if TYPE_CHECKING:
+    from khtst_compile.program import Program
+
+__all__ = ["ActivationStats", "Samples", "Stats", "calibrate", "load_samples"]
+
+log = logging.getLogger(__name__)
+Batch = dict[str, torch.Tensor]
+# From this many samples on, held-out tokens come from samples of their own; below, tokens are drawn one by one.
+SPLIT_SAMPLES = 8
 
 
 @dataclass
@@ -29,12 +48,270 @@ class ActivationStats:
 
 @dataclass
 class Stats:
-    """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen.
-
-    held_samples: a few whole batches (public input name -> tensor), not among those `rows` came from, for end-to-end checks.
-    """
+    """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen."""
 
     activations: dict[str, ActivationStats]
     samples: int
     source: str = ""
-    held_samples: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def calibrate(
+    program: Program,
+    samples: Samples | Iterable[Batch],
+    *,
+    rows: int = 512,
+    held_rows: int = 512,
+    gradients: bool = True,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Stats:
+    """Run the program over `samples` and keep, for every input of a linear, channel ranges and a bounded sample of tokens.
+
+    rows, held_rows: tokens kept per activation to calibrate on and to judge on, from different samples where there are at least
+    eight. gradients: also keep what the outputs' seeded random projection does at each linear. Memory is one batch and the kept
+    tokens, whatever the number of samples. Raises CalibrationError for no samples at all and for NaN or infinity in an activation.
+    """
+    collector = _Collector(program, rows, held_rows, gradients, seed, getattr(samples, "count", None))
+    reporter = progress or NullProgress()
+    for batch in samples:
+        size = collector.see(batch)
+        reporter.advance(size)
+    if collector.seen == 0:
+        raise CalibrationError("calibration: there are no samples; needed: at least one")
+    return collector.stats(getattr(samples, "source", "samples given in Python"))
+
+
+@dataclass
+class _Tracked:
+    """One activation: its running range and its two reservoirs."""
+
+    absmax: torch.Tensor
+    keep: Reservoir
+    held: Reservoir
+    tokens: int = 0
+
+
+@dataclass
+class _Picked:
+    """Which flat tokens of this batch went where, for one activation, so that gradients can follow."""
+
+    reservoir: Reservoir
+    slots: torch.Tensor
+    tokens: torch.Tensor
+
+
+class _Collector:
+    """State across batches."""
+
+    def __init__(self, program: Program, rows: int, held_rows: int, gradients: bool, seed: int, count: int | None):
+        aten = torch.ops.aten
+        self.program, self.sizes, self.gradients, self.seed = program, (rows, held_rows), gradients, seed
+        self.linears = [n for n in program.graph.nodes if n.op == "call_function" and n.target is aten.linear.default]
+        self.readers: dict[str, list[fx.Node]] = {}
+        for node in self.linears:
+            self.readers.setdefault(node.args[0].name, []).append(node)
+        self.tracked: dict[str, _Tracked] = {}
+        self.seen = 0
+        self.batch_number = 0
+        self.with_gradient: set[str] = set()
+        self.held_samples = self._held_samples(count)
+
+    def _held_samples(self, count: int | None) -> set[int] | None:
+        """The samples that give held-out tokens, or None where tokens are split one by one."""
+        keep, held = self.sizes
+        if count is None or count < SPLIT_SAMPLES or not held:
+            return None
+        generator = torch.Generator().manual_seed(self.seed)
+        number = min(max(round(count * held / (keep + held)), 1), count - 1) if keep else count
+        return set(torch.randperm(count, generator=generator)[:number].tolist())
+
+    def see(self, batch: Batch) -> int:
+        """Run one batch; returns how many samples it held."""
+        values = dict(self.program.tensors())
+        for graph_name, spec in zip(self.program.user_inputs(), self.program.inputs, strict=True):
+            if spec.name not in batch:
+                raise CalibrationError(f"calibration batch {self.batch_number}: input {spec.name!r} is missing; found {sorted(batch)}")
+            values[graph_name] = batch[spec.name]
+        layout = _Layout(self, batch)
+        runner = _Runner(self, layout)
+        ordered = [values[n.name] for n in self.program.graph.nodes if n.op == "placeholder"]
+        with torch.set_grad_enabled(self.gradients):
+            results = runner.run(*ordered)
+        if self.gradients:
+            self._backward(results, layout)
+        self.seen += layout.batch
+        self.batch_number += 1
+        return layout.batch
+
+    def _backward(self, results: Iterable[Any], layout: _Layout) -> None:
+        """Push a seeded random projection of the float outputs back through the graph; hooks pick up what arrives at linears."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.batch_number)
+        loss: torch.Tensor | None = None
+        for result in results:
+            if not isinstance(result, torch.Tensor) or not result.requires_grad:
+                continue
+            weight = torch.randn(result.shape, generator=generator)
+            if layout.mask is not None and result.shape[:2] == layout.mask.shape:
+                weight *= layout.mask.reshape(*layout.mask.shape, *(1,) * (result.dim() - 2))
+            part = (result * weight).sum()
+            loss = part if loss is None else loss + part
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def stats(self, source: str) -> Stats:
+        """What was gathered, in graph order."""
+        found: dict[str, ActivationStats] = {}
+        for name, t in self.tracked.items():
+            found[name] = ActivationStats(
+                absmax=t.absmax,
+                rows=t.keep.rows,
+                held_rows=t.held.rows,
+                grads=t.keep.grads,
+                held_grads=t.held.grads,
+                tokens=t.tokens,
+                zero_channels=int((t.absmax == 0).sum()),
+            )
+        silent = [n.name for n in self.linears if self.gradients and n.name not in self.with_gradient]
+        if silent:
+            log.warning("no gradient reaches %d of %d linears (%s ...); they carry no weight", len(silent), len(self.linears), silent[0])
+        return Stats(found, self.seen, source)
+
+
+class _Layout:
+    """One batch: how many samples, which tokens are real, and a random key per token that all activations of a shape share."""
+
+    def __init__(self, collector: _Collector, batch: Batch):
+        first = collector.program.inputs[0].name
+        self._collector = collector
+        self.batch = batch[first].shape[0] if batch[first].dim() else 1
+        mask = batch.get("attention_mask")
+        self.mask = mask != 0 if mask is not None and mask.dim() == 2 else None
+        self._cache: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def tokens(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """shape: an activation's, without its features.
+
+        Returns (real, held, keys), each over the flat tokens: bool, bool and float32 in [0, 1).
+        """
+        if shape not in self._cache:
+            self._cache[shape] = self._make(shape)
+        return self._cache[shape]
+
+    def _make(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        collector = self._collector
+        total = int(torch.tensor(shape, dtype=torch.int64).prod()) if shape else 1
+        generator = torch.Generator().manual_seed(collector.seed * 1_000_003 + collector.batch_number)
+        keys = torch.rand(total, generator=generator)
+        coin = torch.rand(total, generator=generator)
+        real = self._spread(self.mask, shape, total) if self.mask is not None else None
+        if real is None:
+            real = torch.ones(total, dtype=torch.bool)
+        held = None
+        if collector.held_samples is not None:
+            owners = torch.tensor([collector.seen + i in collector.held_samples for i in range(self.batch)])
+            wide = owners[:, None].expand(self.batch, self.mask.shape[1] if self.mask is not None else 1)
+            held = self._spread(wide, shape, total)
+        if held is None:
+            keep, hold = collector.sizes
+            held = coin < hold / max(keep + hold, 1)
+        return real, held, keys
+
+    @staticmethod
+    def _spread(grid: torch.Tensor, shape: tuple[int, ...], total: int) -> torch.Tensor | None:
+        """grid: (batch, seq) bool -> (total,) for activations of (batch, seq, ...), (batch * seq, ...) or, seq apart, (batch, ...)."""
+        if shape[:2] == tuple(grid.shape):
+            return grid.reshape(*grid.shape, *(1,) * (len(shape) - 2)).expand(shape).reshape(-1)
+        if shape[:1] == (grid.numel(),):
+            return grid.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1)
+        if shape[:1] == grid.shape[:1] and bool((grid == grid[:, :1]).all()):
+            return grid[:, 0].reshape(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1)
+        return None
+
+
+class _Runner(fx.Interpreter):
+    """Runs one batch, watching what linears read and, with gradients, what comes back to them."""
+
+    def __init__(self, collector: _Collector, layout: _Layout):
+        super().__init__(collector.program.ep.graph_module, garbage_collect_values=True)
+        self._collector, self._layout = collector, layout
+        self._picked: dict[str, list[_Picked]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if getattr(n.target, "namespace", "") == "khtst":
+            # Integer operators have no derivative: what lies before them gets no gradient.
+            with torch.no_grad():
+                value = super().run_node(n)
+        else:
+            value = super().run_node(n)
+        collector = self._collector
+        if n.name in collector.readers and isinstance(value, torch.Tensor):
+            self._observe(n, value.detach())
+        if n.op == "call_function" and n.target is torch.ops.aten.linear.default:
+            self._check(n, value, f"{_site(n)!r} gives")
+            if collector.gradients:
+                value = self._listen(n, value)
+        return value
+
+    def _observe(self, n: fx.Node, value: torch.Tensor) -> None:
+        """value: (..., features) float32."""
+        collector = self._collector
+        real, held, keys = self._layout.tokens(tuple(value.shape[:-1]))
+        flat = value.reshape(-1, value.shape[-1])
+        seen = flat if bool(real.all()) else flat[real]
+        tracked = collector.tracked.get(n.name)
+        if tracked is None:
+            features = value.shape[-1]
+            tracked = _Tracked(torch.zeros(features), *(Reservoir(size, features) for size in collector.sizes))
+            collector.tracked[n.name] = tracked
+        self._picked[n.name] = []
+        if seen.shape[0] == 0:
+            return
+        peak = torch.linalg.vector_norm(seen, torch.inf, dim=0)
+        if not bool(torch.isfinite(peak).all()):
+            self._check(n, value, f"the input of {_site(collector.readers[n.name][0])!r} is", real)
+        tracked.absmax = torch.maximum(tracked.absmax, peak)
+        tracked.tokens += seen.shape[0]
+        for reservoir, mine in ((tracked.keep, real & ~held), (tracked.held, real & held)):
+            slots, tokens = reservoir.offer(flat, torch.where(mine, keys, torch.inf))
+            if slots.numel():
+                self._picked[n.name].append(_Picked(reservoir, slots, tokens))
+
+    def _listen(self, n: fx.Node, value: torch.Tensor) -> torch.Tensor:
+        """Attach the hook that keeps the gradient of the tokens that were kept."""
+        if not value.requires_grad:
+            value = value.detach().requires_grad_()
+        picked = self._picked.get(n.args[0].name, [])  # type: ignore[union-attr]
+
+        def keep(grad: torch.Tensor) -> None:
+            self._collector.with_gradient.add(n.name)
+            flat = grad.reshape(-1, grad.shape[-1])
+            for p in picked:
+                p.reservoir.fill(n.name, p.slots, flat[p.tokens])
+
+        value.register_hook(keep)  # type: ignore[no-untyped-call]
+        return value
+
+    def _check(self, n: fx.Node, value: torch.Tensor, what: str, real: torch.Tensor | None = None) -> None:
+        """Raise CalibrationError where a real token of `value` is not finite, naming the sample."""
+        value = value.detach()
+        # A sum is finite only where every term is, and costs one pass.
+        if bool(torch.isfinite(value.sum())):
+            return
+        bad = ~torch.isfinite(value).reshape(-1, value.shape[-1]).all(-1)
+        mask = self._layout.tokens(tuple(value.shape[:-1]))[0] if real is None else real
+        bad &= mask
+        if not bool(bad.any()):
+            return
+        per_sample = max(bad.numel() // max(self._layout.batch, 1), 1)
+        sample = self._collector.seen + int(torch.nonzero(bad)[0]) // per_sample
+        raise CalibrationError(
+            f"calibration sample {sample}: {what} not finite (NaN or infinity), in node {n.name!r}; clean the sample, or check the "
+            "model's weights"
+        )
+
+
+def _site(node: fx.Node) -> str:
+    """`program.site_of`, imported late: program.py imports this module."""
+    from khtst_compile.program import site_of
+
+    return site_of(node)
