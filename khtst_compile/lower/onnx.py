@@ -158,7 +158,9 @@ def _name_signature(model: ir.Model, program: Program) -> None:
     axes: dict[str, str] = {}
     for kind, found, wanted in (("input", graph.inputs, program.inputs), ("output", graph.outputs, program.outputs)):
         if len(found) != len(wanted):
-            raise LoweringError(f"onnx: the graph has {len(found)} {kind}s, the program names {len(wanted)}; capture the model again")
+            raise LoweringError(
+                f"onnx: the graph has {len(found)} {kind}s, the program names {len(wanted)}; capture the model again"
+            )
         for value, spec in zip(found, wanted, strict=True):
             value.name = spec.name
             _collect_axes(kind, value, spec, axes)
@@ -221,7 +223,9 @@ def _write(model: ir.Model, target: Path, external_above: int) -> Path | None:
             (folder / data_name).replace(final_data)
         (folder / target.name).replace(target)
     except OSError as error:
-        raise ResourceError(f"onnx: cannot write {str(target)!r}: {error.strerror or error}; free space or choose another place") from error
+        raise ResourceError(
+            f"onnx: cannot write {str(target)!r}: {error.strerror or error}; free space or choose another place"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return final_data if data_name is not None else None

@@ -179,12 +179,15 @@ class KhtstLowering:
             rows = _Rows(unsigned, self._op("Unsqueeze", scale, self._ints(-1)), None)
         zero = self._zero_point()
         acc = self._op("MatMulInteger", rows.codes, self._weight(weight), zero, zero, name="acc")
+        y = self._op("Cast", acc, to=ir.DataType.FLOAT)
         if rows.scale is not None:
-            factor = self._op("Mul", rows.scale, weight_scale)
+            # Not acc * (scale * weight_scale): onnxruntime (1.32 at least) fuses that form into MatMulIntegerToFloat, which takes the
+            # scale of the first row for all rows, silently.
+            y = self._op("Mul", self._op("Mul", y, weight_scale), rows.scale)
         else:
             assert rows.static is not None
-            factor = self._constant("factor", rows.static * _stored(weight_scale, "weight scale").astype(np.float32))
-        y = self._op("Mul", self._op("Cast", acc, to=ir.DataType.FLOAT), factor)
+            factor = rows.static * _stored(weight_scale, "weight scale").astype(np.float32)
+            y = self._op("Mul", y, self._constant("factor", factor))
         self._replace(node.outputs[0], y if bias is None else self._op("Add", y, bias))
         self.done.linears += 1
 
@@ -241,7 +244,10 @@ class KhtstLowering:
             codes = _stored(weight, "weight")
             packed = np.ascontiguousarray((codes.astype(np.int16) + ZERO_POINT).astype(np.uint8).T)
             value = ir.Value(
-                name=f"{weight.name}.kn", const_value=ir.Tensor(packed), type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape(packed.shape)
+                name=f"{weight.name}.kn",
+                const_value=ir.Tensor(packed),
+                type=ir.TensorType(ir.DataType.UINT8),
+                shape=ir.Shape(packed.shape),
             )
             self.graph.register_initializer(value)
             self._weights[weight] = value
@@ -283,7 +289,10 @@ class KhtstLowering:
         if key not in self._constants:
             tensor = ir.Tensor(array)
             value = ir.Value(
-                name=f"{DOMAIN}.const.{hint}.{len(self._constants)}", const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape
+                name=f"{DOMAIN}.const.{hint}.{len(self._constants)}",
+                const_value=tensor,
+                type=ir.TensorType(tensor.dtype),
+                shape=tensor.shape,
             )
             self.graph.register_initializer(value)
             self._constants[key] = value
