@@ -12,6 +12,7 @@ vector of weights per column vector, one broadcast of codes and one product have
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,28 +119,32 @@ def prim_func(spec: GemmI8) -> tirx.PrimFunc:
             args.rows("residual", spec.n)
         args.rows("out", spec.n, "int32" if raw else "float32")
         rows, flat = args.flatten()
-        sink = Sink(panels, flat["out"], spec.act, flat.get("residual"))
-        for_tiles(rows, panels, lambda panel, first, count: _tile(spec, flat, sink, panel, first, count))
+        dtype = "int32" if raw else "float32"
+        sink = Sink(panels, flat["out"], dtype, spec.act, flat.get("residual"))
+
+        def tile(scratch: list[Expr], panel: Expr, first: Expr, count: int) -> None:
+            for (i, j), value in _values(spec, flat, panel, first, count):
+                sink.put(scratch, panel, first, i, j, value)
+
+        for_tiles(rows, sink, tile)
     return builder.get()
 
 
-def _tile(spec: GemmI8, flat: dict[str, Expr], sink: Sink, panel: Expr, first: Expr, count: int) -> None:
+def _values(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count: int) -> Iterator[tuple[tuple[int, int], Expr]]:
+    """Emit a tile; yields ((row, vector), value of C before the activation) for each of its vectors."""
     panels = spec.panels
-    lanes, vectors = panels.lanes, panels.vectors
+    lanes = panels.lanes
     acc = _sums(spec, flat, panel, first, count)
-    if spec.output == "acc":
-        sink.store_tile(panel, first, count, lambda i, j: acc[i][j][span(0, lanes)])
-        return
     column = T.Bind(panel * panels.width)
-    scales = [T.Bind(flat["w_scale"][span(column + j * lanes, lanes)]) for j in range(vectors)]
-    biases = [T.Bind(flat["bias"][span(column + j * lanes, lanes)]) for j in range(vectors)]
-    row_scales = [T.Bind(splat(flat["a_scale"][first + i], lanes)) for i in range(count)]
-    sink.store_tile(
-        panel,
-        first,
-        count,
-        lambda i, j: fma(to_float(acc[i][j][span(0, lanes)]), T.Bind(row_scales[i] * scales[j]), biases[j]),
-    )
+    for j in range(panels.vectors):
+        if spec.output == "acc":
+            yield from (((i, j), acc[i][j][span(0, lanes)]) for i in range(count))
+            continue
+        scale = T.Bind(flat["w_scale"][span(column + j * lanes, lanes)])
+        bias = T.Bind(flat["bias"][span(column + j * lanes, lanes)])
+        for i in range(count):
+            both = T.Bind(splat(flat["a_scale"][first + i], lanes) * scale)
+            yield (i, j), fma(to_float(acc[i][j][span(0, lanes)]), both, bias)
 
 
 def _sums(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count: int) -> list[list[Expr]]:

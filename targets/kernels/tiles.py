@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
-from .vec import Expr, rounded, shuffle, small, span, store
+from .vec import Expr, rounded, small, span, store
 
 ROWS_MOST = 6
 """Rows of a tile: 6 x 2 of 8 lanes and 6 x 4 of 16 lanes fill 16 and 32 registers; more rows spill."""
@@ -52,11 +52,6 @@ class Panels:
         """Columns with the last panel filled up."""
         return self.count * self.width
 
-    def valid(self, vector: int) -> int:
-        """Columns that exist in one vector of the last panel, 0 to `lanes`."""
-        start = (self.count - 1) * self.width + vector * self.lanes
-        return max(0, min(self.lanes, self.n - start))
-
 
 def panels_of(n: int, isa: Isa) -> Panels:
     """Cut n columns for an instruction set: few vectors of padding, and wide panels where the register file allows."""
@@ -68,20 +63,116 @@ def panels_of(n: int, isa: Isa) -> Panels:
     return Panels(n, lanes, vectors, ROWS_MOST)
 
 
-def for_tiles(rows: Expr, panels: Panels, tile: Callable[[Expr, Expr, int], None]) -> None:
-    """Emit `tile(panel, first row, number of rows)` over all rows (an int64 expression) and panels, in parallel.
+@dataclass(frozen=True)
+class Sink:
+    """Where a tile's values go: activation, residual, then C.
 
-    The number of rows is a Python int: `panels.rows`, or less for what is left at the end.
+    A tile is stored from registers where nothing else is to be done. With an activation or a ragged last panel it goes
+    through scratch memory, and the rest is a loop: unrolled for every accumulator and every number of rows, it takes
+    seconds to compile.
+
+    panels:    the cut of the columns.
+    out:       flat (M * n,) buffer, float32 or int32.
+    dtype:     of `out`.
+    act:       name of the activation.
+    residual:  flat (M * n,) float32 buffer, or None.
     """
 
+    panels: Panels
+    out: Expr
+    dtype: str = "float32"
+    act: str = "none"
+    residual: Expr | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether tiles are stored from registers."""
+        return self.act == "none" and self.panels.n % self.panels.width == 0
+
+    @property
+    def _step(self) -> int:
+        return min(self.panels.rows, _STACK_FLOATS // self.panels.width)
+
+    def scratch(self) -> list[Expr]:
+        """Buffers for one tile, each of a few whole rows."""
+        if self.direct:
+            return []
+        count = -(-self.panels.rows // self._step)
+        return [small(self._step * self.panels.width, self.dtype) for _ in range(count)]
+
+    def put(self, scratch: list[Expr], panel: Expr, first: Expr, row: int, vector: int, value: Expr) -> None:
+        """Take the value of one vector of one row of the tile that starts at row `first`."""
+        panels = self.panels
+        if not self.direct:
+            inside = row % self._step * panels.width + vector * panels.lanes
+            store(scratch[row // self._step], value, inside)
+            return
+        start = T.Bind((first + row) * panels.n + panel * panels.width + vector * panels.lanes)
+        if self.residual is not None:
+            value = rounded(value) + self.residual[span(start, panels.lanes)]
+        store(self.out, value, start)
+
+    def finish(self, scratch: list[Expr], panel: Expr, first: Expr, count: Expr) -> None:
+        """Store what is in scratch, for `count` rows (an int64 expression) from row `first`."""
+        panels, step = self.panels, self._step
+        for index, buffer in enumerate(scratch):
+            here = T.Bind(T.min(T.max(count - index * step, T.int64(0)), T.int64(step)))
+            if self.act != "none":
+                with T.serial(T.int64(0), here * panels.vectors) as v:
+                    value = activation(self.act).emit(T.Bind(buffer[span(v * panels.lanes, panels.lanes)]))
+                    store(buffer, value, v * panels.lanes)
+            with T.serial(T.int64(0), here) as r:
+                start = T.Bind((first + index * step + r) * panels.n + panel * panels.width)
+                self._store_row(buffer, r * panels.width, panel, start)
+
+    def _store_row(self, buffer: Expr, inside: Expr, panel: Expr, start: Expr) -> None:
+        panels = self.panels
+
+        def full() -> None:
+            for j in range(0, panels.width, panels.lanes):
+                value = buffer[span(inside + j, panels.lanes)]
+                if self.residual is not None:
+                    value = value + self.residual[span(start + j, panels.lanes)]
+                store(self.out, value, start + j)
+
+        def ragged() -> None:
+            with T.serial(T.int64(0), T.int64(panels.n % panels.width)) as c:
+                value = buffer[inside + c]
+                if self.residual is not None:
+                    value = value + self.residual[start + c]
+                T.buffer_store(self.out, value, [start + c])
+
+        if panels.n % panels.width == 0:
+            full()
+            return
+        with T.If(panel == panels.count - 1):
+            with T.Then():
+                ragged()
+            with T.Else():
+                full()
+
+
+def for_tiles(rows: Expr, sink: Sink, tile: Callable[[list[Expr], Expr, Expr, int], None]) -> None:
+    """Emit `tile(scratch, panel, first row, number of rows)` over all rows (int64) and panels, in parallel.
+
+    The number of rows is a Python int: `panels.rows`, or less for what is left at the end. The tile gives its values to
+    `sink.put`.
+    """
+    panels = sink.panels
+
     def walk(panel: Expr, first: Expr, last: Expr) -> None:
+        scratch = sink.scratch()
         full = T.Bind(T.truncdiv(last - first, T.int64(panels.rows)))
         with T.serial(T.int64(0), full) as i:
-            tile(panel, T.Bind(first + i * panels.rows), panels.rows)
-        start = T.Bind(first + full * panels.rows)
+            row = _opaque(first + i * panels.rows)
+            tile(scratch, panel, row, panels.rows)
+            sink.finish(scratch, panel, row, T.int64(panels.rows))
+        start = _opaque(first + full * panels.rows)
+        rest = _opaque(last - start)
         for left in range(1, panels.rows):
-            with T.If(last - start == left), T.Then():
-                tile(panel, start, left)
+            with T.If(rest == left), T.Then():
+                tile(scratch, panel, start, left)
+        sink.finish(scratch, panel, start, rest)
 
     cuts = -(-TASKS // panels.count)
     if cuts == 1:
@@ -92,84 +183,13 @@ def for_tiles(rows: Expr, panels: Panels, tile: Callable[[Expr, Expr, int], None
     block = T.Bind(T.max(even, T.int64(ROW_BLOCK)))
     blocks = T.Bind(T.ceildiv(rows, block))
     with T.parallel(T.int64(0), blocks * panels.count) as task:
-        panel = T.Bind(T.truncdiv(task, blocks))
-        first = T.Bind((task - panel * blocks) * block)
-        walk(panel, first, T.Bind(T.min(rows, first + block)))
+        panel = _opaque(T.truncdiv(task, blocks))
+        first = _opaque((task - panel * blocks) * block)
+        walk(panel, first, _opaque(T.min(rows, first + block)))
 
 
-def put(buffer: Expr, value: Expr, start: Expr, valid: int, lanes: int, residual: Expr | None = None) -> None:
-    """Store the first `valid` lanes from `start` (plus the residual there); nothing beyond is read or written."""
-    if residual is not None:
-        value = T.Bind(rounded(value))
-    at, size = 0, lanes
-    while size:
-        if at + size <= valid:
-            piece = value if size == lanes else shuffle(value, range(at, at + size))
-            index = span(start + at, size) if size > 1 else start + at
-            if residual is not None:
-                piece = piece + residual[index]
-            T.buffer_store(buffer, piece, [index])
-            at += size
-        size //= 2
-
-
-@dataclass(frozen=True)
-class Sink:
-    """Where a tile's values go: activation, residual, then C.
-
-    panels:    the cut of the columns.
-    out:       flat (M * n,) buffer.
-    act:       name of the activation.
-    residual:  flat (M * n,) float32 buffer, or None.
-    """
-
-    panels: Panels
-    out: Expr
-    act: str = "none"
-    residual: Expr | None = None
-
-    def store_tile(self, panel: Expr, first: Expr, count: int, value: Callable[[int, int], Expr]) -> None:
-        """Store `value(row of tile, vector of panel)` for `count` rows from row `first`."""
-        if self.act == "none":
-            self._store_rows(panel, lambda i: first + i, range(count), value)
-            return
-        lanes, width = self.panels.lanes, self.panels.width
-        emit = activation(self.act).emit
-        step = max(1, _STACK_FLOATS // width)
-        for start in range(0, count, step):
-            block = range(start, min(count, start + step))
-            scratch = small(len(block) * width)
-            for i in block:
-                for j in range(self.panels.vectors):
-                    store(scratch, value(i, j), (i - start) * width + j * lanes)
-            # A loop: unrolled, a polynomial for every accumulator takes seconds to compile.
-            with T.serial(T.int64(0), T.int64(len(block) * self.panels.vectors)) as v:
-                store(scratch, emit(T.Bind(scratch[span(v * lanes, lanes)])), v * lanes)
-            with T.serial(T.int64(0), T.int64(len(block))) as r:
-                row = T.Bind(first + start + r)
-
-                def activated(_: int, j: int, scratch: Expr = scratch, r: Expr = r) -> Expr:
-                    return T.Bind(scratch[span(r * width + j * lanes, lanes)])
-
-                self._store_rows(panel, lambda _, row=row: row, range(1), activated)  # type: ignore[misc]
-
-    def _store_rows(self, panel: Expr, row: Callable[[int], Expr], block: range, value: Callable[[int, int], Expr]) -> None:
-        cut = self.panels
-        ragged = cut.n % cut.width != 0
-
-        def emit(last: bool) -> None:
-            for i in block:
-                start = T.Bind(row(i) * cut.n + panel * cut.width)
-                for j in range(cut.vectors):
-                    valid = cut.valid(j) if last else cut.lanes
-                    if valid:
-                        put(self.out, value(i, j), start + j * cut.lanes, valid, cut.lanes, self.residual)
-
-        if not ragged or cut.count == 1:
-            emit(ragged)
-            return
-        with T.If(panel == cut.count - 1):
-            with T.Then():
-                emit(True)
-            with T.Else():
-                emit(False)
+def _opaque(value: Expr) -> Expr:
+    """An int64 expression through memory (LLVM removes it): TVM's simplifiers need not look into it at every use."""
+    cell = T.alloc_buffer((1,), "int64", scope="global")
+    T.buffer_store(cell, value, [0])
+    return T.Bind(cell[0])
