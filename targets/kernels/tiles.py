@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
-from .vec import Expr, rounded, small, span, store
+from .vec import Expr, fma, rounded, small, span, splat, store
 
 ROWS_MOST = 6
 """Rows of a tile: 6 x 2 of 8 lanes and 6 x 4 of 16 lanes fill 16 and 32 registers; more rows spill."""
@@ -162,17 +162,13 @@ def for_tiles(rows: Expr, sink: Sink, tile: Callable[[list[Expr], Expr, Expr, in
 
     def walk(panel: Expr, first: Expr, last: Expr) -> None:
         scratch = sink.scratch()
-        full = T.Bind(T.truncdiv(last - first, T.int64(panels.rows)))
-        with T.serial(T.int64(0), full) as i:
-            row = _opaque(first + i * panels.rows)
-            tile(scratch, panel, row, panels.rows)
-            sink.finish(scratch, panel, row, T.int64(panels.rows))
-        start = _opaque(first + full * panels.rows)
-        rest = _opaque(last - start)
-        for left in range(1, panels.rows):
-            with T.If(rest == left), T.Then():
-                tile(scratch, panel, start, left)
-        sink.finish(scratch, panel, start, rest)
+        walk_rows(
+            first,
+            last,
+            panels.rows,
+            lambda row, count: tile(scratch, panel, row, count),
+            lambda row, count: sink.finish(scratch, panel, row, count),
+        )
 
     cuts = -(-TASKS // panels.count)
     if cuts == 1:
@@ -183,13 +179,57 @@ def for_tiles(rows: Expr, sink: Sink, tile: Callable[[list[Expr], Expr, Expr, in
     block = T.Bind(T.max(even, T.int64(ROW_BLOCK)))
     blocks = T.Bind(T.ceildiv(rows, block))
     with T.parallel(T.int64(0), blocks * panels.count) as task:
-        panel = _opaque(T.truncdiv(task, blocks))
-        first = _opaque((task - panel * blocks) * block)
-        walk(panel, first, _opaque(T.min(rows, first + block)))
+        panel = opaque(T.truncdiv(task, blocks))
+        first = opaque((task - panel * blocks) * block)
+        walk(panel, first, opaque(T.min(rows, first + block)))
 
 
-def _opaque(value: Expr) -> Expr:
+def walk_rows(
+    first: Expr, last: Expr, most: int, tile: Callable[[Expr, int], None], finish: Callable[[Expr, Expr], None]
+) -> None:
+    """Emit `tile(row, count)` for tiles of `most` rows from `first` to `last` (int64), then for the fewer rows left.
+
+    `count` is a Python int. `finish(row, count)`, with an int64 count, follows each tile.
+    """
+    full = T.Bind(T.truncdiv(last - first, T.int64(most)))
+    with T.serial(T.int64(0), full) as i:
+        row = opaque(first + i * most)
+        tile(row, most)
+        finish(row, T.int64(most))
+    start = opaque(first + full * most)
+    rest = opaque(last - start)
+    for left in range(1, most):
+        with T.If(rest == left), T.Then():
+            tile(start, left)
+    finish(start, rest)
+
+
+def opaque(value: Expr) -> Expr:
     """An int64 expression through memory (LLVM removes it): TVM's simplifiers need not look into it at every use."""
     cell = T.alloc_buffer((1,), "int64", scope="global")
     T.buffer_store(cell, value, [0])
     return T.Bind(cell[0])
+
+
+def multiply_add(
+    panels: Panels, count: int, depth: Expr, start: Callable[[int], Expr], a: Callable[[int, Expr], Expr], b: Expr, base: Expr
+) -> list[list[Expr]]:
+    """Emit a float32 tile: acc[i][j] = start(j), then fma(a(i, k), b[k, j], acc) for k = 0 .. depth - 1 in order.
+
+    a:     (row, k) -> scalar expression.
+    b:     flat buffer of packed panels [k, vector, lane]; `base` is where this panel starts.
+    Returns the accumulators: small buffers that LLVM keeps in registers.
+    """
+    lanes, vectors = panels.lanes, panels.vectors
+    acc = [[small(lanes) for _ in range(vectors)] for _ in range(count)]
+    for j in range(vectors):
+        value = T.Bind(start(j))
+        for i in range(count):
+            store(acc[i][j], value, 0)
+    with T.serial(T.int64(0), depth) as k:
+        columns = [T.Bind(b[span(base + k * panels.width + j * lanes, lanes)]) for j in range(vectors)]
+        for i in range(count):
+            row = T.Bind(splat(a(i, k), lanes))
+            for j in range(vectors):
+                store(acc[i][j], fma(row, columns[j], acc[i][j][span(0, lanes)]), 0)
+    return acc

@@ -1,0 +1,124 @@
+"""float32 matrix product with packed weights, bias, activation and residual fused.
+
+    C = act(sum_k fma(a[m, k], w[n, k], .) from bias[n], k = 0 .. K-1 in order) (+ residual)
+
+Every output element has one accumulator and one order of additions, whatever the tile, so all CPUs give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from khtst_compile.errors import LoweringError
+from khtst_compile.targets.isa import Isa
+
+from .act import activation
+from .rows import LEAD2, Arguments, Lead
+from .tiles import Panels, Sink, for_tiles, multiply_add, panels_of
+from .vec import Expr, Floats, fma_reference, span
+
+
+@dataclass(frozen=True)
+class GemmF32:
+    """One float32 GEMM kernel.
+
+    isa:       instruction set.
+    n, k:      output and input features; weights are (n, k).
+    lead:      leading dimensions of input, residual and output.
+    act:       activation after the bias, a name in act.ACTIVATIONS.
+    residual:  whether a float32 (lead.., n) tensor is added last.
+    name:      of the function.
+    """
+
+    isa: Isa
+    n: int
+    k: int
+    lead: Lead = LEAD2
+    act: str = "none"
+    residual: bool = False
+    name: str = "gemm_f32"
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.k < 1:
+            raise LoweringError(f"{self.name}: weight is ({self.n}, {self.k}); needed at least (1, 1)")
+        activation(self.act)
+
+    @property
+    def panels(self) -> Panels:
+        """The cut of the columns."""
+        return panels_of(self.n, self.isa)
+
+
+def prim_func(spec: GemmF32) -> tirx.PrimFunc:
+    """The TIR of `spec`.
+
+    Arguments: a (lead.., k) float32; the arrays of `pack`; [residual (lead.., n) float32]; C (lead.., n) float32.
+    """
+    panels = spec.panels
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name(spec.name)
+        T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
+        args = Arguments(spec.lead.dims())
+        args.rows("a", spec.k)
+        args.vector("weights", panels.padded * spec.k)
+        args.vector("bias", panels.padded)
+        if spec.residual:
+            args.rows("residual", spec.n)
+        args.rows("out", spec.n)
+        rows, flat = args.flatten()
+        sink = Sink(panels, flat["out"], act=spec.act, residual=flat.get("residual"))
+
+        def tile(scratch: list[Expr], panel: Expr, first: Expr, count: int) -> None:
+            column = T.Bind(panel * panels.width)
+            acc = multiply_add(
+                panels,
+                count,
+                T.int64(spec.k),
+                lambda j: flat["bias"][span(column + j * panels.lanes, panels.lanes)],
+                lambda i, k: flat["a"][(first + i) * spec.k + k],
+                flat["weights"],
+                column * spec.k,
+            )
+            for i in range(count):
+                for j in range(panels.vectors):
+                    sink.put(scratch, panel, first, i, j, acc[i][j][span(0, panels.lanes)])
+
+        for_tiles(rows, sink, tile)
+    return builder.get()
+
+
+def pack(spec: GemmF32, weights: Floats, bias: Floats | None = None) -> list[Floats]:
+    """The constant arguments of `spec`, in order.
+
+    weights:  (n, k) float32; bias: (n,) float32 or None for zero.
+    returns:  weights [panel, k, column] float32, flat; bias (padded n,) float32.
+    Raises LoweringError when a shape does not fit.
+    """
+    if weights.shape != (spec.n, spec.k):
+        raise LoweringError(f"{spec.name}: weights {weights.shape}; needed {(spec.n, spec.k)}")
+    panels = spec.panels
+    padded = np.zeros((panels.padded, spec.k), np.float32)
+    padded[: spec.n] = weights
+    start = np.zeros(panels.padded, np.float32)
+    if bias is not None:
+        start[: spec.n] = bias
+    tiles = padded.reshape(panels.count, panels.width, spec.k).transpose(0, 2, 1)
+    return [np.ascontiguousarray(tiles).reshape(-1), start]
+
+
+def reference(
+    a: Floats, weights: Floats, bias: Floats | None = None, act: str = "none", residual: Floats | None = None
+) -> Floats:
+    """What the kernel computes, to the bit: a (lead.., k), weights (n, k) -> (lead.., n), all float32."""
+    acc = np.zeros((*a.shape[:-1], weights.shape[0]), np.float32)
+    if bias is not None:
+        acc += bias
+    for k in range(weights.shape[1]):
+        acc = fma_reference(a[..., k, None], weights[:, k], acc)
+    value = activation(act).reference(acc)
+    return value if residual is None else value + residual
