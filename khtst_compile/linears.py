@@ -5,11 +5,17 @@ Passes and calibration must agree on this, so it is decided once, here, from the
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from khtst_compile.calibrate import ActivationStats, Stats
+    from khtst_compile.program import Rewriter
 
 aten = torch.ops.aten
 
@@ -26,16 +32,21 @@ _FORMS: dict[object, tuple[int, int, int | None, bool]] = {
 class Linear:
     """One product of an activation with a constant matrix.
 
-    x: the node it reads, (..., in_features); weight: (out_features, in_features), a view of the bound tensor whatever the stored
+    weight: (out_features, in_features), a view of the bound tensor whatever the stored
     orientation; bias: node of (out_features,) or None; refusal: why int8 cannot serve it, or None.
     """
 
     node: fx.Node
-    x: fx.Node
-    weight_node: fx.Node
     weight: torch.Tensor
     bias: fx.Node | None
     refusal: str | None = None
+
+    @property
+    def x(self) -> fx.Node:
+        """The activation it reads now, (..., in_features)."""
+        x = self.node.args[_FORMS[self.node.target][0]]
+        assert isinstance(x, fx.Node)
+        return x
 
     @property
     def transposed(self) -> bool:
@@ -50,6 +61,12 @@ class Linear:
         """Read another activation of the same shape."""
         self.node.update_arg(_FORMS[self.node.target][0], x)
 
+    def set_bias(self, bias: fx.Node) -> None:
+        """Read another bias, (out_features,); only where there is one already."""
+        at = _FORMS[self.node.target][2]
+        assert at is not None and self.bias is not None
+        self.node.update_arg(at, bias)
+
     def stored(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: (out_features, in_features) -> contiguous, in the orientation this node stores."""
         return (weight.T if self.transposed else weight).contiguous()
@@ -58,11 +75,12 @@ class Linear:
 def find_linears(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[Linear]:
     """Every linear layer of `graph` in execution order, refused ones included; tensors: graph input name -> bound tensor.
 
-    A product of two computed matrices (attention) is not a linear layer; `linear` with a computed weight is one, refused.
+    What no output depends on is left out. A product of two computed matrices (attention) is not a linear layer; `linear` with a computed weight is one, refused.
     """
     found = []
+    live = _live(graph)
     for node in graph.nodes:
-        form = _FORMS.get(node.target) if node.op == "call_function" else None
+        form = _FORMS.get(node.target) if node in live else None
         if form is None:
             continue
         at_x, at_weight, at_bias, transposed = form
@@ -71,12 +89,21 @@ def find_linears(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[L
         value = tensors.get(weight.name) if weight.op == "placeholder" else None
         if value is None:
             if node.target is aten.linear.default:
-                found.append(Linear(node, x, weight, torch.empty(0, 0), bias, "its weight is computed, not a constant"))
+                found.append(Linear(node, torch.empty(0, 0), bias, "its weight is computed, not a constant"))
             continue
-        if value.dim() != 2 or x.op == "placeholder" and x.name in tensors:
+        if value.dim() != 2 or (x.op == "placeholder" and x.name in tensors):
             continue
-        found.append(Linear(node, x, weight, value.T if transposed else value, bias, _refusal(node, x, value)))
+        found.append(Linear(node, value.T if transposed else value, bias, _refusal(node, x, value)))
     return found
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """The computed nodes that the graph's outputs depend on."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or not live.isdisjoint(node.users):
+            live.add(node)
+    return {node for node in live if node.op == "call_function"}
 
 
 def _refusal(node: fx.Node, x: fx.Node, weight: torch.Tensor) -> str | None:
@@ -100,3 +127,34 @@ def groups(linears: list[Linear]) -> dict[fx.Node, list[Linear]]:
     for linear in linears:
         found.setdefault(linear.x, []).append(linear)
     return found
+
+
+def is_kept(site: str, globs: str | None) -> bool:
+    """Whether `site` matches one of the ';'-separated globs of layers to leave in float32."""
+    return any(fnmatch.fnmatchcase(site, g.strip()) for g in (globs or "").split(";") if g.strip())
+
+
+def scale_before(rewriter: Rewriter, x: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:
+    """The activation under a per-feature multiply, and its constant (features,) float32; (x, None) where x is no such product."""
+    if x.op != "call_function" or x.target is not aten.mul.Tensor or x.kwargs:
+        return x, None
+    for at in (0, 1):
+        source, constant = x.args[1 - at], x.args[at]
+        if not isinstance(source, fx.Node) or not isinstance(constant, fx.Node):
+            continue
+        value, shape = rewriter.value(constant), x.meta["val"].shape
+        same = source.meta["val"].shape == shape and source.meta["val"].dtype is torch.float32
+        if value is not None and same and value.dtype is torch.float32 and value.shape == shape[-1:]:
+            return source, value
+    return x, None
+
+
+def calibrated_rows(rewriter: Rewriter, stats: Stats | None, x: fx.Node) -> ActivationStats | None:
+    """What calibration saw of the activation `x`, through a per-feature multiply that a pass put there since; None if nothing."""
+    if stats is None or x.name in stats.activations:
+        return None if stats is None else stats.activations[x.name]
+    source, scale = scale_before(rewriter, x)
+    seen = stats.activations.get(source.name)
+    if seen is None or scale is None:
+        return seen
+    return replace(seen, absmax=seen.absmax * scale.abs(), rows=seen.rows * scale, held_rows=seen.held_rows * scale)

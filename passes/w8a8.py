@@ -1,0 +1,176 @@
+"""`w8a8`: linear layers to int8 weights and int8 activations.
+
+linear(chain(x), W, b) -> w8a8_linear(codes, scale, Wq, Ws, b), with `codes, scale = quantize_rows(x, ...)`. The chain is an optional
+multiply by a constant vector (a smoothing factor, an RMSNorm weight) and an optional rotation; both move into the quantiser. Layers
+that read one activation share one quantiser.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from khtst_compile.contract import Outcome, Skipped
+from khtst_compile.errors import PassError, UsageError
+from khtst_compile.linears import Linear, calibrated_rows, find_linears, is_kept, scale_before
+from khtst_compile.ops.rotate import rotate_reference
+from khtst_compile.ops.w8a8_linear import MAX_FEATURES
+from khtst_compile.program import Program, Rewriter, call_nodes, site_of
+from khtst_compile.quant.scales import dequantize_weight, quantize_weight, static_scale
+
+khtst = torch.ops.khtst
+ACTIVATIONS = ("dynamic", "static")
+
+
+@dataclass(frozen=True)
+class W8A8:
+    """activations: "dynamic" (one scale per token, at run time) or "static" (one per tensor, from calibration); percentile: of |x| over
+    the calibration rows that a static scale spans, 100 for the largest; keep_fp32: ';'-separated globs of sites to leave alone;
+    min_features: layers with fewer input features stay float32, where int8 gains nothing."""
+
+    name: ClassVar[str] = "w8a8"
+
+    activations: str = "dynamic"
+    percentile: float = 100.0
+    keep_fp32: str | None = None
+    min_features: int = 16
+
+    def requires(self, program: Program) -> None:
+        if self.activations not in ACTIVATIONS:
+            raise UsageError(f"activations is {self.activations!r}; known: {', '.join(ACTIVATIONS)}")
+        if not 0 < self.percentile <= 100:
+            raise UsageError(f"percentile is {self.percentile}; needed: above 0, at most 100")
+        if self.activations == "static" and program.stats is None:
+            raise PassError(
+                "static activation scales come from calibration and the program was never calibrated; give data, or use dynamic"
+            )
+        if not find_linears(program.graph, program.tensors()):
+            raise PassError("no linear layer with a constant weight is in the graph, so there is nothing to quantise")
+
+    def run(self, program: Program) -> Outcome:
+        rewriter = Rewriter(program)
+        skipped: list[Skipped] = []
+        chosen: list[tuple[Linear, torch.Tensor | None]] = []
+        for linear in find_linears(rewriter.graph, rewriter.tensors):
+            site = site_of(linear.node)
+            reason = self._reason_to_keep(linear, site)
+            # Scales are looked up by node name, so before any node is replaced.
+            scale = self._static_scale(rewriter, program, linear.x) if reason is None else None
+            if reason is None and scale is None and self.activations == "static":
+                reason = "kept float32: calibration saw nothing at its input, so there is no static scale"
+            if reason is None:
+                chosen.append((linear, scale))
+            else:
+                skipped.append(Skipped(site, reason))
+        quantisers: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        details: dict[str, Any] = {}
+        for linear, scale in chosen:
+            if linear.x not in quantisers:
+                quantisers[linear.x] = _quantiser(rewriter, linear, scale)
+            details[_free_key(details, site_of(linear.node))] = _replace(rewriter, linear, *quantisers[linear.x])
+        return Outcome(rewriter.finish(), len(chosen), tuple(skipped), details)
+
+    def ensures(self, before: Program, after: Program) -> None:
+        made = list(call_nodes(after.graph, khtst.w8a8_linear.default))
+        bound = after.tensors()
+        for node in made:
+            codes = bound[node.args[2].name]  # type: ignore[union-attr]
+            if codes.dtype is not torch.int8 or int(codes.min()) < -127:
+                raise PassError(f"linear {site_of(node)!r}: its weight codes are not int8 in [-127, 127]")
+        total = len(find_linears(before.graph, before.tensors()))
+        left = len(find_linears(after.graph, after.tensors()))
+        if total != left + len(made) - len(list(call_nodes(before.graph, khtst.w8a8_linear.default))):
+            raise PassError(f"{total} linear layers went in, {len(made)} quantised and {left} float32 came out")
+
+    def _reason_to_keep(self, linear: Linear, site: str) -> str | None:
+        """Why this layer stays float32, or None. Raises PassError where its weight is not finite."""
+        if is_kept(site, self.keep_fp32):
+            return "kept float32 as asked"
+        if linear.refusal is not None:
+            return f"kept float32: {linear.refusal}"
+        outputs, features = linear.weight.shape
+        if features < self.min_features:
+            return f"kept float32: {features} input features are fewer than min_features={self.min_features}"
+        if features > MAX_FEATURES:
+            return f"kept float32: {features} input features could overflow an int32 sum; at most {MAX_FEATURES} cannot"
+        if not bool(linear.weight.isfinite().all()):
+            raise PassError(
+                f"linear {site!r}: its weight has NaN or infinite entries; repair the checkpoint or name it in keep_fp32"
+            )
+        return None
+
+    def _static_scale(self, rewriter: Rewriter, program: Program, x: fx.Node) -> torch.Tensor | None:
+        """(1,) float32 from the calibration rows as they reach the codes, or None (dynamic, or nothing known)."""
+        if self.activations == "dynamic":
+            return None
+        chain = _Chain.above(rewriter, x)
+        seen = calibrated_rows(rewriter, program.stats, chain.rotated_from or x)
+        if seen is None:
+            return None
+        rows = torch.cat([seen.rows, seen.held_rows])
+        return static_scale(rotate_reference(rows, chain.block, chain.points), self.percentile)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """What a quantiser takes in: source, the activation it reads; inv_smooth: constant node (features,) or None; block, points: the
+    rotation or 0, 0; rotated_from: the node under the rotation, where there is one."""
+
+    source: fx.Node
+    inv_smooth: fx.Node | None
+    block: int
+    points: int
+    rotated_from: fx.Node | None
+
+    @staticmethod
+    def above(rewriter: Rewriter, x: fx.Node) -> _Chain:
+        inner, block, points = x, 0, 0
+        if x.op == "call_function" and x.target is khtst.rotate.default:
+            inner, block, points = x.args  # type: ignore[assignment]
+        source, value = scale_before(rewriter, inner)
+        constant = None
+        if value is not None:
+            constant = next(a for a in inner.args if isinstance(a, fx.Node) and a is not source)
+        return _Chain(source, constant, block, points, inner if block else None)
+
+
+def _quantiser(rewriter: Rewriter, linear: Linear, scale: torch.Tensor | None) -> tuple[fx.Node, fx.Node]:
+    """codes and scale nodes for the activation of `linear`."""
+    chain = _Chain.above(rewriter, linear.x)
+    given = None if scale is None else rewriter.add_tensor(f"{site_of(linear.node)}_scale", scale)
+    args = (chain.source, chain.inv_smooth, given, chain.block, chain.points)
+    both = rewriter.call(khtst.quantize_rows.default, *args, before=linear.node)
+    return rewriter.getitem(both, 0, linear.node), rewriter.getitem(both, 1, linear.node)
+
+
+def _free_key(taken: dict[str, Any], site: str) -> str:
+    """`site`, numbered where one module is called more than once."""
+    return site if site not in taken else next(k for n in range(2, len(taken) + 3) if (k := f"{site}#{n}") not in taken)
+
+
+def _replace(rewriter: Rewriter, linear: Linear, codes: fx.Node, scale: fx.Node) -> dict[str, Any]:
+    """Put the int8 layer in the place of `linear`; returns facts about it."""
+    site = site_of(linear.node)
+    quantised, scales = quantize_weight(linear.weight)
+    error = (dequantize_weight(quantised, scales) - linear.weight).double().square().sum() / linear.weight.double().square().sum()
+    weight_node = rewriter.add_tensor(f"{site}_int8", quantised)
+    scale_node = rewriter.add_tensor(f"{site}_weight_scale", scales)
+    args = (codes, scale, weight_node, scale_node, linear.bias)
+    node = rewriter.call(khtst.w8a8_linear.default, *args, before=linear.node)
+    quantiser = codes.args[0]
+    assert isinstance(quantiser, fx.Node)
+    _, inv_smooth, static, block, points = quantiser.args
+    rewriter.replace(linear.node, node)
+    return {
+        "in": linear.weight.shape[1],
+        "out": linear.weight.shape[0],
+        "smoothed": inv_smooth is not None,
+        "block": block,
+        "points": points,
+        "activations": "dynamic" if static is None else "static",
+        "weight_error_db": round(10 * math.log10(float(error)), 2) if 0 < float(error) < math.inf else None,
+    }
