@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from khtst_compile.errors import CalibrationError
+from khtst_compile.linears import find_linears
 from khtst_compile.progress import NullProgress, Progress
 from khtst_compile.reservoir import Reservoir
 from khtst_compile.samples import Samples, load_samples
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
 # From this many samples on, held-out tokens come from samples of their own; below, tokens are drawn one by one.
 SPLIT_SAMPLES = 8
+WHOLE_SAMPLES = 32  # held-out samples kept whole
 
 
 @dataclass
@@ -48,11 +50,15 @@ class ActivationStats:
 
 @dataclass
 class Stats:
-    """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen."""
+    """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen.
+
+    held_samples: a few whole batches (public input name -> tensor) of samples that `rows` took nothing from, for end-to-end checks.
+    """
 
     activations: dict[str, ActivationStats]
     samples: int
     source: str = ""
+    held_samples: list[Batch] = field(default_factory=list)
 
 
 def calibrate(
@@ -104,17 +110,19 @@ class _Collector:
     """State across batches."""
 
     def __init__(self, program: Program, rows: int, held_rows: int, gradients: bool, seed: int, count: int | None):
-        aten = torch.ops.aten
         self.program, self.sizes, self.gradients, self.seed = program, (rows, held_rows), gradients, seed
-        self.linears = [n for n in program.graph.nodes if n.op == "call_function" and n.target is aten.linear.default]
+        found = find_linears(program.graph, program.tensors())
+        self.linears = [linear.node for linear in found]
+        self.reads = {linear.node: linear.x.name for linear in found}
         self.readers: dict[str, list[fx.Node]] = {}
-        for node in self.linears:
-            self.readers.setdefault(node.args[0].name, []).append(node)
+        for node, read in self.reads.items():
+            self.readers.setdefault(read, []).append(node)
         self.tracked: dict[str, _Tracked] = {}
         self.seen = 0
         self.batch_number = 0
         self.with_gradient: set[str] = set()
         self.held_samples = self._held_samples(count)
+        self.kept_batches: list[Batch] = []
 
     def _held_samples(self, count: int | None) -> set[int] | None:
         """The samples that give held-out tokens, or None where tokens are split one by one."""
@@ -139,9 +147,20 @@ class _Collector:
             results = runner.run(*ordered)
         if self.gradients:
             self._backward(results, layout)
+        self._keep_whole(batch, layout.batch)
         self.seen += layout.batch
         self.batch_number += 1
         return layout.batch
+
+    def _keep_whole(self, batch: Batch, size: int) -> None:
+        """Keep the held-out samples of this batch, up to a few in all; none where the model fixes its batch."""
+        left = WHOLE_SAMPLES - sum(len(next(iter(kept.values()))) for kept in self.kept_batches)
+        axis = self.program.inputs[0].shape[:1]
+        if left <= 0 or self.held_samples is None or not axis or any(spec.shape[:1] != axis for spec in self.program.inputs):
+            return
+        mine = [i for i in range(size) if self.seen + i in self.held_samples][:left]
+        if isinstance(axis[0], str) and len(mine) >= max(1, self.program.axes.get(axis[0], (1, 1))[0]):
+            self.kept_batches.append({spec.name: batch[spec.name][mine].clone() for spec in self.program.inputs})
 
     def _backward(self, results: Iterable[Any], layout: _Layout) -> None:
         """Push a seeded random projection of the float outputs back through the graph; hooks pick up what arrives at linears."""
@@ -174,7 +193,7 @@ class _Collector:
         silent = [n.name for n in self.linears if self.gradients and n.name not in self.with_gradient]
         if silent:
             log.warning("no gradient reaches %d of %d linears (%s ...); they carry no weight", len(silent), len(self.linears), silent[0])
-        return Stats(found, self.seen, source)
+        return Stats(found, self.seen, source, self.kept_batches)
 
 
 class _Layout:
@@ -246,7 +265,7 @@ class _Runner(fx.Interpreter):
         collector = self._collector
         if n.name in collector.readers and isinstance(value, torch.Tensor):
             self._observe(n, value.detach())
-        if n.op == "call_function" and n.target is torch.ops.aten.linear.default:
+        if n in collector.reads:
             self._check(n, value, f"{_site(n)!r} gives")
             if collector.gradients:
                 value = self._listen(n, value)
@@ -280,7 +299,7 @@ class _Runner(fx.Interpreter):
         """Attach the hook that keeps the gradient of the tokens that were kept."""
         if not value.requires_grad:
             value = value.detach().requires_grad_()
-        picked = self._picked.get(n.args[0].name, [])  # type: ignore[union-attr]
+        picked = self._picked.get(self._collector.reads[n], [])
 
         def keep(grad: torch.Tensor) -> None:
             self._collector.with_gradient.add(n.name)

@@ -53,9 +53,7 @@ class Pass(Protocol):
 Report = Callable[[str], None]
 
 
-def run_passes(
-    program: Program, passes: Sequence[Pass], *, dump: Path | None = None, report: Report | None = None
-) -> Program:
+def run_passes(program: Program, passes: Sequence[Pass], *, dump: Path | None = None, report: Report | None = None) -> Program:
     """Run `passes` in order, checking the graph after each; an error says which pass it was and what had run before.
 
     dump: a folder for numbered graph listings; report: called with one line per pass.

@@ -1,6 +1,6 @@
 """Recipes: text to a list of passes and back, and the recipes that have names.
 
-    smooth{alpha=trust} | rotate{block=128} | w8a8
+smooth{alpha=trust} | rotate{block=128} | w8a8
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Artifact:
         try:
             module = tvm.runtime.load_module(str(folder.file(LIBRARY)))
             self._vm = relax.VirtualMachine(module, tvm.cpu())
-        except (OSError, RuntimeError, tvm.TVMError) as error:
+        except (OSError, RuntimeError) as error:
             raise ArtifactError(f"{folder.path}: {LIBRARY} cannot be loaded ({error}); make the artifact again") from error
         self._main, self._taps = self._vm["main"], self._vm["taps"]
 

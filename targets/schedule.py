@@ -1,12 +1,13 @@
 """Schedules for the PrimFuncs that have no hand-written kernel: everything TVM fused out of ordinary operators.
 
-One rule: inline what is elementwise, run the outer spatial axes in parallel, put reductions inside them and vectorize the innermost
-contiguous axis. Each output element is reduced by one thread in one fixed order (16 interleaved partial sums where the reduced axis
-is the contiguous one), so the bits do not depend on the number of threads or the CPU.
+Elementwise producers are inlined, outer spatial axes run in parallel, reductions stand inside them and the innermost contiguous axis is
+vectorized. Each output element is reduced by one thread in one fixed order, so the bits depend neither on the number of threads nor
+on the CPU. Attempts are made in order, best first; the last one always works.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tvm
@@ -18,7 +19,7 @@ PARALLEL_WORK = 16384  # elements below which a parallel region costs more than 
 
 def schedule_module(module: Any) -> Any:
     """Schedule every PrimFunc of an IRModule that is not marked `tirx.is_scheduled`."""
-    done = tvm.IRModule(dict(module.functions), attrs=module.attrs)
+    done = tvm.IRModule(dict(module.functions_items()), attrs=module.attrs)
     for var, func in module.functions_items():
         if isinstance(func, tirx.PrimFunc) and not (func.attrs and "tirx.is_scheduled" in func.attrs):
             done.update_func(var, schedule(func))
@@ -26,13 +27,36 @@ def schedule_module(module: Any) -> Any:
 
 
 def schedule(func: Any) -> Any:
-    """Schedule one PrimFunc whose blocks are perfect loop nests (what FuseTIR makes)."""
-    sch = s_tir.Schedule(func)
+    """Schedule one PrimFunc made of loop nests (what FuseTIR makes)."""
+    for attempt in ATTEMPTS:
+        sch = s_tir.Schedule(func)
+        try:
+            attempt(sch)
+        except s_tir.ScheduleError:
+            continue
+        return sch.mod["main"].with_attr("tirx.is_scheduled", True)
+    return func
+
+
+def _vectorized(sch: Any) -> None:
     root = sch.get_sblock("root")
     _inline(sch, root)
     for block in sch.get_child_blocks(root):
         _one(sch, block)
-    return sch.mod["main"].with_attr("tirx.is_scheduled", True)
+
+
+def _parallel_only(sch: Any) -> None:
+    root = sch.get_sblock("root")
+    for block in sch.get_child_blocks(root):
+        spatial, _ = _loops(sch, block)
+        _parallel(sch, spatial[:1], 1)
+
+
+def _as_is(sch: Any) -> None:
+    """Scalar code, one thread: for PrimFuncs that are no loop nests."""
+
+
+ATTEMPTS: tuple[Callable[[Any], None], ...] = (_vectorized, _parallel_only, _as_is)
 
 
 def _inline(sch: Any, root: Any) -> None:
@@ -50,70 +74,53 @@ def _inline(sch: Any, root: Any) -> None:
 
 
 def _one(sch: Any, block: Any) -> None:
-    kinds = [str(v.iter_type) for v in sch.get(block).iter_vars]
-    loops = sch.get_loops(block)
-    if len(loops) != len(kinds) or not loops:
+    spatial, reduced = _loops(sch, block)
+    if not spatial:
         return
-    spatial = [loop for loop, kind in zip(loops, kinds, strict=True) if _is_spatial(kind)]
-    reduced = [loop for loop, kind in zip(loops, kinds, strict=True) if not _is_spatial(kind)]
-    if not reduced:
-        _spatial(sch, spatial)
-    else:
-        _reduction(sch, block, spatial, reduced)
+    lanes = _lanes(_extent(sch, spatial[-1]))
+    outer = spatial
+    if lanes > 1:
+        rest, vector = sch.split(spatial[-1], [None, lanes])
+        outer = [*spatial[:-1], rest]
+        sch.reorder(*outer, *reduced, vector)
+        if reduced:
+            init = sch.decompose_reduction(block, reduced[0])
+            sch.vectorize(sch.get_loops(init)[-1])
+        sch.vectorize(vector)
+    elif reduced:
+        sch.reorder(*spatial, *reduced)
+    _parallel(sch, outer, lanes)
 
 
-def _is_spatial(kind: str) -> bool:
-    return kind in ("0", "DataPar", "kDataPar") or kind.endswith("DataPar")
+def _loops(sch: Any, block: Any) -> tuple[list[Any], list[Any]]:
+    """Spatial and reduction loops of a block, outermost first; nothing for a block that is no plain nest."""
+    iters = sch.get(block).iter_vars
+    loops = sch.get_loops(block)
+    if len(loops) != len(iters):
+        return [], []
+    spatial = [loop for loop, v in zip(loops, iters, strict=True) if v.iter_type == tirx.IterVar.DataPar]
+    reduced = [loop for loop, v in zip(loops, iters, strict=True) if v.iter_type == tirx.IterVar.CommReduce]
+    return spatial, reduced
 
 
 def _extent(sch: Any, loop: Any) -> int | None:
     extent = sch.get(loop).extent
-    return int(extent) if isinstance(extent, (tirx.IntImm, tvm.ir.IntImm if hasattr(tvm.ir, "IntImm") else tirx.IntImm)) else None
+    return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
 def _lanes(extent: int | None) -> int:
     """Widest power of two up to LANES that divides the extent; 1 for a symbolic one."""
     lanes = LANES
-    while extent is None or extent % lanes:
+    while lanes > 1 and (extent is None or extent % lanes):
         lanes //= 2
-        if lanes <= 1:
-            return 1
     return lanes
 
 
-def _spatial(sch: Any, spatial: list[Any]) -> None:
-    lanes = _lanes(_extent(sch, spatial[-1]))
-    outer = spatial
-    if lanes > 1:
-        rest, vector = sch.split(spatial[-1], [None, lanes])
-        sch.vectorize(vector)
-        outer = [*spatial[:-1], rest]
-    _parallel(sch, outer, lanes)
-
-
 def _parallel(sch: Any, loops: list[Any], inner: int) -> None:
-    """Run the outer loops in parallel, unless their static work is too small to pay for it."""
+    """Run the outer loops in parallel, unless their work is known to be too small to pay for it."""
     if not loops:
         return
     fused = sch.fuse(*loops) if len(loops) > 1 else loops[0]
     extent = _extent(sch, fused)
-    if extent is not None and extent * inner < PARALLEL_WORK:
-        return
-    sch.parallel(fused)
-
-
-def _reduction(sch: Any, block: Any, spatial: list[Any], reduced: list[Any]) -> None:
-    lanes = _lanes(_extent(sch, spatial[-1])) if spatial else 1
-    if spatial and lanes > 1:
-        rest, vector = sch.split(spatial[-1], [None, lanes])
-        outer = [*spatial[:-1], rest]
-        sch.reorder(*outer, *reduced, vector)
-        sch.decompose_reduction(block, reduced[0])
-        sch.vectorize(vector)
-        init = sch.get_child_blocks(sch.get_sblock("root"))[0]
-        del init
-        _parallel(sch, outer, lanes)
-        return
-    if spatial:
-        sch.reorder(*spatial, *reduced)
-        _parallel(sch, spatial, 1)
+    if extent is None or extent * inner >= PARALLEL_WORK:
+        sch.parallel(fused)

@@ -21,7 +21,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import DeduplicateHashedInitializersPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from torch import fx
 
 from khtst_compile import __version__
@@ -75,6 +75,8 @@ def export_onnx(
         raise UsageError(f"onnx: rotation is {rotation!r}; needed: one of {', '.join(ROTATIONS)}")
     if not target.parent.is_dir():
         raise UsageError(f"onnx: folder {str(target.parent)!r} does not exist; create it first")
+    if target.is_dir():
+        raise UsageError(f"onnx: {str(target)!r} is a folder; needed: a file name")
     say = report or (lambda line: None)
     model = _translate(program, opset)
     say(f"onnx: {len(program.graph.nodes)} graph nodes translated to opset {opset}")
@@ -120,13 +122,31 @@ def _quiet() -> Iterator[None]:
 
 
 def _why_not(graph: fx.Graph, error: BaseException) -> str:
-    return str(error)
+    """One sentence from torch.onnx's pages: which operator, where in the model, why."""
+    cause: BaseException = error
+    name, operator = "", ""
+    while True:
+        found = re.search(r"Error when translating node %(\w+) .*?target=torch\.ops\.([\w.]+)", str(cause))
+        if found is not None:
+            name, operator = found[1], found[2]
+        if cause.__cause__ is None:
+            break
+        cause = cause.__cause__
+    reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    if not operator:
+        return f"onnx: the graph could not be translated: {reason}"
+    # The failing node is one of the decomposed graph; where that one has another name, any use of the operator says where to look.
+    calls = [n for n in graph.nodes if n.op == "call_function" and str(n.target) == operator]
+    where = [source_line(n) for n in calls if n.name == name] or [source_line(n) for n in calls] or [name]
+    return (
+        f"onnx: operator {operator} ({where[0]}) cannot be translated: {reason}; replace it in the model or give it a translation"
+    )
 
 
 def _tidy(model: ir.Model) -> None:
     """Weights stored once, dead nodes and unread tensors gone, and no trace of source paths or stack traces."""
     RemoveUnusedNodesPass()(model)
-    DeduplicateInitializersPass()(model)
+    DeduplicateHashedInitializersPass()(model)
     RemoveUnusedOpsetsPass()(model)
     model.opset_imports.pop(DOMAIN, None)
     model.producer_name, model.producer_version = "khtst-compile", __version__
@@ -193,7 +213,7 @@ def _collect_axes(kind: str, value: ir.Value, spec: TensorSpec, axes: dict[str, 
                 f"onnx: axis {wanted!r} of {kind} {spec.name!r} was fixed to {dim} when the model was captured; "
                 f"needed: a dynamic axis; capture it with --shapes {wanted}=min..max or declare it fixed"
             )
-        if dim.value is not None:
+        if dim.value is not None and str(dim.value).isidentifier() and wanted.isidentifier():
             axes.setdefault(str(dim.value), wanted)
 
 
@@ -212,8 +232,9 @@ def _write(model: ir.Model, target: Path, external_above: int) -> Path | None:
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     data_name = f"{target.name}.data" if size > external_above else None
     final_data = target.with_name(f"{target.name}.data")
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    folder: Path | None = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         ir.save(model, folder / target.name, external_data=data_name)
         _check(folder / target.name)
         if data_name is not None or final_data.exists():
@@ -227,7 +248,8 @@ def _write(model: ir.Model, target: Path, external_above: int) -> Path | None:
             f"onnx: cannot write {str(target)!r}: {error.strerror or error}; free space or choose another place"
         ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return final_data if data_name is not None else None
 
 

@@ -254,21 +254,21 @@ class KhtstLowering:
         return self._weights[weight]
 
     @staticmethod
-    def _reads(use: ir.Usage, index: int | None) -> bool:
-        """Whether a use is input `index` of a W8A8Linear."""
-        return (use.node.domain, use.node.op_type, use.idx) == (DOMAIN, "W8A8Linear", index)
+    def _reads(node: ir.Node, at: int, index: int | None) -> bool:
+        """Whether input `at` of `node` is input `index` of a W8A8Linear."""
+        return (node.domain, node.op_type, at) == (DOMAIN, "W8A8Linear", index)
 
     def _read_elsewhere(self, value: ir.Value, index: int) -> bool:
         """Whether anything but input `index` of a W8A8Linear reads `value`."""
-        return value.is_graph_output() or not all(self._reads(use, index) for use in value.uses())
+        return value.is_graph_output() or not all(self._reads(node, at, index) for node, at in value.uses())
 
     def _replace(self, old: ir.Value, new: ir.Value, but: int | None = None) -> None:
         """Everybody reads `new`, under the name of `old`; input `but` of W8A8Linear nodes keeps reading `old`, to be lowered later."""
         new.name, old.name = old.name, f"{old.name}.opaque"
         new.shape, new.type = old.shape, old.type
-        for use in list(old.uses()):
-            if but is None or not self._reads(use, but):
-                use.node.replace_input_with(use.idx, new)
+        for node, at in list(old.uses()):
+            if but is None or not self._reads(node, at, but):
+                node.replace_input_with(at, new)
         for at, output in enumerate(self.graph.outputs):
             if output is old:
                 self.graph.outputs[at] = new

@@ -6,6 +6,7 @@ kernel wrote, so that a wrong layer can be named. Weights are no part of the mod
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import tvm
 from torch import fx
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from tvm import relax
+from tvm.ir import GenericConst
 from tvm.relax.frontend.torch import from_exported_program
 
 from khtst_compile.errors import LoweringError
@@ -70,7 +72,7 @@ def to_relax(program: Program, target: Target) -> Lowered:
         module = from_exported_program(
             exported, run_ep_decomposition=False, custom_convert_map=converters, unwrap_unit_return_tuple=False
         )
-    except (AssertionError, ValueError, NotImplementedError, TypeError, KeyError, tvm.TVMError) as error:
+    except (AssertionError, ValueError, NotImplementedError, TypeError, KeyError, tvm.error.InternalError, RuntimeError) as error:
         raise LoweringError(_explain(ready, error)) from error
     module = _split_main(module, len(program.outputs))
     module, weights = lift_weights(module)
@@ -108,8 +110,8 @@ class _KernelCalls:
             func = call.func.with_attr("global_symbol", name).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
             self._functions[call.key] = builder.add_func(func, name)
         operands = [importer.env[o] if isinstance(o, fx.Node) else relax.const(o) for o in call.operands]
-        lead = list(operands[0].struct_info.shape.values)[:-1]
-        infos = [relax.TensorStructInfo(lead if width is None else [*lead, width], dtype) for width, dtype in call.outputs]
+        lead = list(operands[0].ty.shape.values)[:-1]
+        infos = [relax.TensorType(lead if width is None else [*lead, width], dtype) for width, dtype in call.outputs]
         result = builder.emit(relax.call_tir(self._functions[call.key], operands, infos if len(infos) > 1 else infos[0]))
         values = [builder.emit(relax.TupleGetItem(result, i)) for i in range(len(infos))] if len(infos) > 1 else [result]
         if not isinstance(node.meta["val"], (tuple, list)):
@@ -166,12 +168,13 @@ def _split_main(module: Any, outputs: int) -> Any:
     if not isinstance(last.value, relax.Tuple):
         raise LoweringError(f"the importer returned {type(last.value).__name__} where a tuple of outputs was expected")
     kept = relax.Tuple(list(last.value.fields)[:outputs])
-    variable = relax.Var("outputs", kept.struct_info if kept.struct_info_ is not None else None)
+    result = relax.TupleType([field.ty for field in kept.fields])
+    variable = relax.Var("outputs", result)
     body = relax.SeqExpr(
         [*function.body.blocks[:-1], relax.DataflowBlock([*block.bindings[:-1], relax.VarBinding(variable, kept)])], variable
     )
-    main = relax.Function(function.params, body, None, function.is_pure).with_attrs(function.attrs)
-    taps = relax.utils.copy_with_new_vars(function) if hasattr(relax.utils, "copy_with_new_vars") else function
+    main = relax.Function(function.params, body, result, function.is_pure).with_attrs(function.attrs)
+    taps = relax.utils.copy_with_new_vars(function)
     module["taps"] = taps.with_attr("global_symbol", "taps")
     module["main"] = main.with_attr("global_symbol", "main")
     return relax.transform.DeadCodeElimination(["main", "taps"])(relax.transform.Normalize()(module))
@@ -179,24 +182,29 @@ def _split_main(module: Any, outputs: int) -> Any:
 
 def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
     """Replace every constant larger than INLINE_BYTES by an item of a tuple parameter `weights`, shared by all functions."""
-    table: dict[Any, int] = {}
     arrays: list[npt.NDArray[Any]] = []
-    infos: list[Any] = []
+    types: list[Any] = []
+    by_content: dict[Any, int] = {}
+    by_object: dict[int, int] = {}  # a constant's address -> its place; `keep` holds the objects, so addresses stay theirs
+    keep: list[Any] = []
 
     def collect(expr: Any) -> None:
-        if isinstance(expr, relax.Constant):
-            data = expr.data.numpy()
-            if data.nbytes > INLINE_BYTES:
-                key = (data.dtype.str, data.shape, data.tobytes() if data.nbytes < 4096 else hash(data.tobytes()))
-                if key not in table:
-                    table[key] = len(arrays)
-                    arrays.append(data)
-                    infos.append(expr.struct_info)
+        if not isinstance(expr, GenericConst) or hash(expr) in by_object:
+            return
+        data = expr.value.numpy()
+        if data.nbytes <= INLINE_BYTES:
+            return
+        content = (data.dtype.str, data.shape, hashlib.sha256(data.tobytes()).digest())
+        if content not in by_content:
+            by_content[content] = len(arrays)
+            arrays.append(data)
+            types.append(expr.ty)
+        by_object[hash(expr)] = by_content[content]
+        keep.append(expr)
 
     names = [gv for gv, f in module.functions_items() if isinstance(f, relax.Function)]
     for gv in names:
         relax.analysis.post_order_visit(module[gv], collect)
-    weights_info = relax.TupleStructInfo(infos)
 
     @relax.expr_functor.mutator
     class Lift(relax.PyExprMutator):  # type: ignore[misc]
@@ -204,18 +212,15 @@ def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
             super().__init__(mod)
             self.weights = weights
 
-        def visit_constant_(self, op: Any) -> Any:
-            data = op.data.numpy()
-            if data.nbytes <= INLINE_BYTES:
-                return op
-            key = (data.dtype.str, data.shape, data.tobytes() if data.nbytes < 4096 else hash(data.tobytes()))
-            return self.builder_.emit(relax.TupleGetItem(self.weights, table[key]))
+        def visit_generic_const_(self, op: Any) -> Any:
+            place = by_object.get(hash(op))
+            return op if place is None else self.builder_.emit(relax.TupleGetItem(self.weights, place))
 
     for gv in names:
         function = module[gv]
-        weights = relax.Var("weights", weights_info)
+        weights = relax.Var("weights", relax.TupleType(types))
         body = Lift(module, weights).visit_expr(function.body)
-        lifted = relax.Function([*function.params, weights], body, None, function.is_pure).with_attrs(function.attrs)
+        lifted = relax.Function([*function.params, weights], body, function.ret_ty, function.is_pure).with_attrs(function.attrs)
         module.update_func(gv, lifted)
     return relax.transform.Normalize()(module), arrays
 

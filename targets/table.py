@@ -1,0 +1,30 @@
+"""The table of targets: name -> where it is defined. Strings, so that listing them imports no compiler."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from khtst_compile.errors import UsageError
+from khtst_compile.targets.contract import Target
+
+# name -> (module:attribute, one line for `khtst-compile targets`)
+TARGETS: dict[str, tuple[str, str]] = {
+    "x86": ("khtst_compile.targets.x86:best", "the best x86 variant this machine runs"),
+    "x86-avx512vnni": ("khtst_compile.targets.x86:AVX512VNNI", "AVX512 with VNNI (Ice Lake, Zen 4 and later)"),
+    "x86-avx512": ("khtst_compile.targets.x86:AVX512", "AVX512 without VNNI (Skylake-X)"),
+    "x86-avxvnni": ("khtst_compile.targets.x86:AVXVNNI", "AVX2 with AVX-VNNI (Alder Lake and later)"),
+    "x86-avx2": ("khtst_compile.targets.x86:AVX2", "AVX2 and FMA (every x86-64-v3 machine)"),
+}
+
+
+def target(name: str) -> Target:
+    """The target of that name. Raises UsageError naming the nearest one."""
+    if name not in TARGETS:
+        near = difflib.get_close_matches(name, TARGETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"no target is called {name!r}; {hint}known: {', '.join(TARGETS)}")
+    module, _, attribute = TARGETS[name][0].partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    made: Target = found() if callable(found) else found
+    return made

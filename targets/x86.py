@@ -1,0 +1,48 @@
+"""x86-64: AVX2, AVX-VNNI, AVX512 and AVX512-VNNI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from khtst_compile import cpu
+from khtst_compile.targets import isa as isas
+from khtst_compile.targets.contract import KernelRule
+from khtst_compile.targets.isa import Isa
+from khtst_compile.targets.rules import cpu_kernels
+from khtst_compile.targets.schedule import schedule_module
+
+
+@dataclass(frozen=True)
+class X86:
+    """A build for one instruction set. name: as on the command line; isa: what its kernels are written for."""
+
+    name: str
+    isa: Isa
+
+    def tvm_target(self) -> dict[str, Any]:
+        return self.isa.tvm_target()
+
+    def unavailable(self) -> str | None:
+        lacking = cpu.missing(self.isa.cpu_flags)
+        return f"this CPU lacks {', '.join(lacking)}" if lacking else None
+
+    def kernels(self) -> dict[str, tuple[KernelRule, ...]]:
+        return cpu_kernels(self.isa)
+
+    def finalize(self, module: Any) -> Any:
+        return schedule_module(module)
+
+
+AVX512VNNI = X86("x86-avx512vnni", isas.AVX512VNNI)
+AVX512 = X86("x86-avx512", isas.AVX512)
+AVXVNNI = X86("x86-avxvnni", isas.AVXVNNI)
+AVX2 = X86("x86-avx2", isas.AVX2)
+
+# The fastest first: "x86" is the first of these that this machine runs.
+VARIANTS = (AVX512VNNI, AVX512, AVXVNNI, AVX2)
+
+
+def best() -> X86:
+    """The fastest variant this machine runs; AVX2 where it runs none (it can still be built here)."""
+    return next((t for t in VARIANTS if t.unavailable() is None), AVX2)
