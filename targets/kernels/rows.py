@@ -88,6 +88,16 @@ def round_up(value: int, step: int = LANES) -> int:
     return -(-value // step) * step
 
 
+def fixed(index: Expr) -> Expr:
+    """An int64 index computed once: through a variable in memory (a register to LLVM), where TVM's simplifiers stop.
+
+    They expand bound index expressions wherever these are used, which takes seconds once a kernel has divisions by symbols.
+    """
+    cell = T.alloc_buffer((1,), "int64", scope="global")
+    T.buffer_store(cell, index, [0])
+    return T.Bind(cell[0])
+
+
 def each_vector(length: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
     """Emit `body(offset, valid)` for every 16-lane piece of a row: a loop of full ones, then the tail (valid < 16).
 
