@@ -27,7 +27,8 @@ class Isa:
     codes_offset:   what storage adds to a code (0 or 128).
     vector_bits:    width of a register, 256 or 512.
     registers:      number of vector registers.
-    dot:            "maddwd" (vpmaddwd + vpaddd on int16 pairs) or "dpbusd" (vpdpbusd on uint8 x int8 quadruples).
+    dot:            how products are summed, a key of kernels/dot.py: "pairs" (vpmaddwd on sums of int16), "maddwd"
+                    (vpmaddwd + vpaddd on int16 pairs) or "dpbusd" (vpdpbusd on uint8 x int8 quadruples).
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -61,7 +62,7 @@ class Isa:
         )
 
 
-AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "maddwd")
+AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "pairs")
 AVXVNNI = Isa("avxvnni", "x86-64-v3", ("+avxvnni",), (*_AVX2_FLAGS, "avx_vnni"), "uint8", 128, 256, 16, "dpbusd")
 AVX512 = Isa("avx512", "x86-64-v4", (), _AVX512_FLAGS, "int16", 0, 512, 32, "maddwd")
 AVX512VNNI = Isa("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "avx512_vnni"), "uint8", 128, 512, 32, "dpbusd")

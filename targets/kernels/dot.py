@@ -1,88 +1,156 @@
-"""The integer multiply-add instructions GEMM kernels are built on, each beside its executable meaning in plain vectors.
+"""How GEMM kernels sum products of int8: each instruction beside its executable meaning in plain vectors.
 
-A dot instruction adds, to every int32 lane of an accumulator, the products of a group of consecutive k: 2 (vpmaddwd on
-int16 pairs) or 4 (vpdpbusd on unsigned x signed bytes). Neither saturates for codes and weights in [-127, 127].
+All sums are int32 modulo 2^32; the result of a dot product fits, so it is exact whatever the intermediate values were.
+
+    dpbusd   acc += sum of 4 products of an unsigned and a signed byte (vpdpbusd). Codes are stored + 128, so the sums
+             start at -128 * (sum of the column's weights).
+    maddwd   acc += sum of 2 products of int16 (vpmaddwd, vpaddd).
+    pairs    Winograd's inner product ("A new algorithm for inner product", 1968): with u = (x0 + y2, x1 + y3) and
+             v = (x2 + y0, x3 + y1), u . v = x . y + (x0 x2 + x1 x3) + (y0 y2 + y1 y3). One vpmaddwd does four products;
+             the other three operations are additions, which more ports execute, so it is 14 % above "maddwd" on Zen 3.
+             The terms of a row and of a column are subtracted where the sums start.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from functools import reduce
 
+import numpy as np
+import numpy.typing as npt
 from tvm.tirx.script import builder as T
 
 from khtst_compile.targets.isa import Isa
 
-from .vec import Expr, i32, span, splat
+from .vec import Expr, i32, lane, shuffle, small, span, splat, store
 
 
 @dataclass(frozen=True)
 class Dot:
-    """One instruction set's dot product.
+    """One way to sum.
 
-    group:       consecutive k one lane takes in, 2 or 4; weights are packed int8 [.., lanes, group].
-    lanes:       int32 lanes of an accumulator.
-    intrinsic:   LLVM's name.
-    baseline:    every machine the project runs on has it (AVX2); it is never emulated.
+    kind:         "dpbusd", "maddwd" or "pairs".
+    lanes:        int32 lanes of an accumulator.
+    group:        consecutive k one step takes in.
+    parts:        vectors of weights of one step: 1, or 2 for "pairs" (k 0, 1 and k 2, 3).
+    rows:         rows of a tile whose accumulators, weights, codes and products fill the register file.
+    intrinsic:    LLVM's name.
+    baseline:     every machine the project runs on has it (AVX2); it is never emulated.
     """
 
-    group: int
+    kind: str
     lanes: int
+    group: int
+    parts: int
+    rows: int
     intrinsic: str
     baseline: bool = False
 
     @property
     def bytes(self) -> int:
-        """int8 weights of one vector of columns and one group."""
+        """int8 weights of one vector of columns and one step."""
         return self.group * self.lanes
 
-    def codes(self, buffer: Expr, start: Expr) -> Expr:
-        """One group of stored codes, from element `start` of the flat buffer, in every lane (the first operand)."""
-        group = T.reinterpret("int32", buffer[span(start, self.group)])
-        return T.Bind(T.reinterpret(self._operand(signed=False), splat(group, self.lanes)))
+    @property
+    def _taken(self) -> int:
+        return self.group // self.parts
 
-    def weights(self, buffer: Expr, start: Expr) -> Expr:
-        """A vector of packed weights, from byte `start` of the flat int8 buffer (the second operand)."""
-        packed = buffer[span(start, self.bytes)]
-        return T.Bind(T.cast(packed, self._operand(signed=True)) if self.group == 2 else packed)
+    def _parts(self, dtype: str) -> str:
+        return f"{dtype}x{self.lanes * self._taken}"
 
-    def _operand(self, signed: bool) -> str:
-        if self.group == 2:
-            return f"int16x{self.bytes}"
-        return f"{'int8' if signed else 'uint8'}x{self.bytes}"
+    def codes(self, buffer: Expr, start: Expr) -> list[Expr]:
+        """One step's stored codes from element `start` of the flat buffer, in every lane."""
+        dtype = self._parts("uint8" if self.kind == "dpbusd" else "int16")
+        groups = [T.reinterpret("int32", buffer[span(start + p * self._taken, self._taken)]) for p in range(self.parts)]
+        return [T.Bind(T.reinterpret(dtype, splat(group, self.lanes))) for group in groups]
 
-    def accumulate(self, acc: Expr, codes: Expr, weights: Expr, emulated: bool) -> Expr:
-        """acc + sum over the group of codes * weights, int32."""
+    def weights(self, buffer: Expr, start: Expr) -> list[Expr]:
+        """One step's packed weights of one vector of columns, from byte `start` of the flat int8 buffer."""
+        size = self.bytes // self.parts
+        packed = [buffer[span(start + p * size, size)] for p in range(self.parts)]
+        return [T.Bind(p if self.kind == "dpbusd" else T.cast(p, self._parts("int16"))) for p in packed]
+
+    def accumulate(self, acc: Expr, codes: list[Expr], weights: list[Expr], emulated: bool) -> Expr:
+        """acc + the step's products, int32."""
+        if self.kind == "pairs":
+            left, right = T.Bind(codes[0] + weights[1]), T.Bind(codes[1] + weights[0])
+        else:
+            left, right = codes[0], weights[0]
         if emulated and not self.baseline:
-            return self._meaning(acc, codes, weights)
+            return self._meaning(acc, left, right)
         result = f"int32x{self.lanes}"
-        if self.group == 2:
-            return acc + T.call_llvm_pure_intrin(result, self.intrinsic, codes, weights)
-        return T.call_llvm_pure_intrin(result, self.intrinsic, acc, codes, weights)
+        if self.kind == "dpbusd":
+            return T.call_llvm_pure_intrin(result, self.intrinsic, acc, left, right)
+        return acc + T.call_llvm_pure_intrin(result, self.intrinsic, left, right)
 
-    def _meaning(self, acc: Expr, codes: Expr, weights: Expr) -> Expr:
-        """The same sums from shifts, multiplications and additions of int32 lanes."""
-        vector, width = f"int32x{self.lanes}", 32 // self.group
-        a, b = T.Bind(T.reinterpret(vector, codes)), T.Bind(T.reinterpret(vector, weights))
+    def _meaning(self, acc: Expr, left: Expr, right: Expr) -> Expr:
+        """The instruction from shifts, multiplications and additions of int32 lanes."""
+        vector, width = f"int32x{self.lanes}", 32 // self._taken
+        a, b = T.Bind(T.reinterpret(vector, left)), T.Bind(T.reinterpret(vector, right))
 
         def element(value: Expr, index: int, signed: bool) -> Expr:
-            top = T.shift_left(value, i32(32 - width * (index + 1), self.lanes))
             if signed:
+                top = T.shift_left(value, i32(32 - width * (index + 1), self.lanes))
                 return T.shift_right(top, i32(32 - width, self.lanes))
-            return T.bitwise_and(T.shift_right(value, i32(width * index, self.lanes)), i32((1 << width) - 1, self.lanes))
+            low = T.shift_right(value, i32(width * index, self.lanes))
+            return T.bitwise_and(low, i32((1 << width) - 1, self.lanes))
 
-        for index in range(self.group):
-            acc = acc + element(a, index, signed=self.group == 2) * element(b, index, signed=True)
+        for index in range(self._taken):
+            acc = acc + element(a, index, signed=self.kind != "dpbusd") * element(b, index, signed=True)
         return acc
+
+    def row_terms(self, codes: Expr, rows: Expr, dims: list[Expr], width: int) -> Expr | None:
+        """Emit x0 x2 + x1 x3 of every row, summed over its groups; returns an int32 buffer, or None where not needed.
+
+        codes: flat (rows * width,) int16, width a multiple of 16; dims: the dimensions whose product `rows` is.
+        """
+        if self.kind != "pairs":
+            return None
+        # TVM moves the allocation to the top, where only the arguments' dimensions are defined; 0 bytes would fail.
+        terms = T.alloc_buffer((reduce(operator.mul, dims) + 1,), "int32", scope="global")
+        swapped = [i ^ 1 for i in range(self.lanes)]
+        with T.serial(T.int64(0), rows) as row:
+            acc = small(self.lanes, "int32")
+            store(acc, i32(0, self.lanes), 0)
+            with T.serial(T.int64(0), T.int64(width // (2 * self.lanes))) as v:
+                x = T.Bind(codes[span(row * width + v * (2 * self.lanes), 2 * self.lanes)])
+                across = shuffle(T.reinterpret(f"int32x{self.lanes}", x), swapped)
+                y = T.reinterpret(self._parts("int16"), across)
+                products = T.call_llvm_pure_intrin(f"int32x{self.lanes}", self.intrinsic, x, y)
+                store(acc, acc[span(0, self.lanes)] + products, 0)
+            # Odd lanes repeat the even ones, so distance 1 stays out of the sum.
+            total = T.Bind(acc[span(0, self.lanes)])
+            for distance in (4, 2):
+                total = T.Bind(total + shuffle(total, [i ^ distance for i in range(self.lanes)]))
+            T.buffer_store(terms, lane(total), [row])
+        return terms
+
+    def pack(self, tiles: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+        """(panels, vectors, lanes, steps, group) int8 -> flat, in the order `weights` reads."""
+        split = tiles.reshape(*tiles.shape[:4], self.parts, self._taken)
+        return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(-1)
+
+    def column_start(self, weights: npt.NDArray[np.int8], offset: int) -> npt.NDArray[np.int32] | None:
+        """What the sums of each column start at, (columns,) int32, or None for zero.
+
+        weights: (columns, steps * group) int8; offset: what storage adds to a code.
+        """
+        if self.kind == "pairs":
+            y = weights.astype(np.int32).reshape(len(weights), -1, 2, 2)
+            products = y[:, :, 0] * y[:, :, 1]
+            return np.zeros(len(weights), np.int32) - products.sum(axis=(1, 2), dtype=np.int32)
+        return weights.sum(axis=1, dtype=np.int32) * np.int32(-offset) if offset else None
 
 
 _DOTS = {
-    ("maddwd", 256): Dot(2, 8, "llvm.x86.avx2.pmadd.wd", baseline=True),
-    ("maddwd", 512): Dot(2, 16, "llvm.x86.avx512.pmaddw.d.512"),
-    ("dpbusd", 256): Dot(4, 8, "llvm.x86.avx512.vpdpbusd.256"),
-    ("dpbusd", 512): Dot(4, 16, "llvm.x86.avx512.vpdpbusd.512"),
+    ("pairs", 256): Dot("pairs", 8, 4, 2, 4, "llvm.x86.avx2.pmadd.wd", baseline=True),
+    ("maddwd", 512): Dot("maddwd", 16, 2, 1, 6, "llvm.x86.avx512.pmaddw.d.512"),
+    ("dpbusd", 256): Dot("dpbusd", 8, 4, 1, 6, "llvm.x86.avx512.vpdpbusd.256"),
+    ("dpbusd", 512): Dot("dpbusd", 16, 4, 1, 6, "llvm.x86.avx512.vpdpbusd.512"),
 }
 
 
 def dot_of(isa: Isa) -> Dot:
-    """The dot instruction of an instruction set."""
+    """How an instruction set sums products."""
     return _DOTS[isa.dot, isa.vector_bits]

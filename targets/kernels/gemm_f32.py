@@ -88,7 +88,7 @@ def prim_func(spec: GemmF32) -> tirx.PrimFunc:
                 for j in range(panels.vectors):
                     sink.put(scratch, panel, first, i, j, acc[i][j][span(0, panels.lanes)])
 
-        for_tiles(rows, sink, tile)
+        for_tiles(rows, 4 * spec.k, sink, tile)
     return builder.get()
 
 

@@ -73,17 +73,17 @@ class GemmI8:
     @property
     def panels(self) -> Panels:
         """The cut of the columns."""
-        return panels_of(self.n, self.isa)
+        return panels_of(self.n, self.isa, self.dot.rows)
 
     @property
     def dot(self) -> Dot:
-        """The multiply-add instruction."""
+        """How products are summed."""
         return dot_of(self.isa)
 
     @property
     def groups(self) -> int:
-        """Steps over k; weights beyond k are zero, so whatever codes hold there does not count."""
-        return -(-self.k // self.dot.group)
+        """Steps over k. Weights beyond k are zero, so whatever codes hold there does not count."""
+        return (self.codes_width if self.dot.kind == "pairs" else round_up(self.k, self.dot.group)) // self.dot.group
 
     @property
     def codes_width(self) -> int:
@@ -92,8 +92,8 @@ class GemmI8:
 
     @property
     def needs_compensation(self) -> bool:
-        """Whether codes are stored with an offset that the sums have to be freed of."""
-        return self.isa.codes_offset != 0
+        """Whether the sums of a column start at a constant other than zero."""
+        return self.isa.codes_offset != 0 or self.dot.kind == "pairs"
 
 
 def prim_func(spec: GemmI8) -> tirx.PrimFunc:
@@ -122,19 +122,24 @@ def prim_func(spec: GemmI8) -> tirx.PrimFunc:
         dtype = "int32" if raw else "float32"
         sink = Sink(panels, flat["out"], dtype, spec.act, flat.get("residual"))
 
+        terms = dot.row_terms(flat["codes"], rows, args.dims, spec.codes_width)
+
         def tile(scratch: list[Expr], panel: Expr, first: Expr, count: int) -> None:
-            for (i, j), value in _values(spec, flat, panel, first, count):
+            acc = _sums(spec, flat, terms, panel, first, count)
+            for (i, j), value in _values(spec, flat, acc, panel, first):
                 sink.put(scratch, panel, first, i, j, value)
 
-        for_tiles(rows, sink, tile)
+        row_bytes = spec.codes_width * np.dtype(spec.isa.codes_dtype).itemsize
+        for_tiles(rows, row_bytes, sink, tile)
     return builder.get()
 
 
-def _values(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count: int) -> Iterator[tuple[tuple[int, int], Expr]]:
-    """Emit a tile; yields ((row, vector), value of C before the activation) for each of its vectors."""
+def _values(
+    spec: GemmI8, flat: dict[str, Expr], acc: list[list[Expr]], panel: Expr, first: Expr
+) -> Iterator[tuple[tuple[int, int], Expr]]:
+    """((row, vector), value of C before the activation) for each vector of a tile of sums."""
     panels = spec.panels
-    lanes = panels.lanes
-    acc = _sums(spec, flat, panel, first, count)
+    lanes, count = panels.lanes, len(acc)
     column = T.Bind(panel * panels.width)
     for j in range(panels.vectors):
         if spec.output == "acc":
@@ -147,7 +152,7 @@ def _values(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count
             yield (i, j), fma(to_float(acc[i][j][span(0, lanes)]), both, bias)
 
 
-def _sums(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count: int) -> list[list[Expr]]:
+def _sums(spec: GemmI8, flat: dict[str, Expr], terms: Expr | None, panel: Expr, first: Expr, count: int) -> list[list[Expr]]:
     """Accumulate a tile over all of k; the int32 sums are left in small buffers that LLVM keeps in registers."""
     panels, dot = spec.panels, spec.dot
     lanes, vectors = panels.lanes, panels.vectors
@@ -157,7 +162,7 @@ def _sums(spec: GemmI8, flat: dict[str, Expr], panel: Expr, first: Expr, count: 
         if spec.needs_compensation:
             start = T.Bind(flat["compensation"][span(panel * panels.width + j * lanes, lanes)])
         for i in range(count):
-            store(acc[i][j], start, 0)
+            store(acc[i][j], start if terms is None else start - splat(terms[first + i], lanes), 0)
     with T.serial(T.int64(0), T.int64(spec.groups)) as g:
         packed = T.Bind((panel * spec.groups + g) * (vectors * dot.bytes))
         weights = [dot.weights(flat["weights"], packed + j * dot.bytes) for j in range(vectors)]
@@ -176,8 +181,8 @@ def pack(
 
     weights:  (n, k) int8 in [-127, 127].
     w_scale:  (n,) float32; bias: (n,) float32 or None for zero.
-    returns:  weights [panel, group of k, vector, lane, k in group] int8, flat; [-128 * sum of a row (padded n,) int32];
-              w_scale and bias (padded n,) float32.
+    returns:  weights [panel, step of k, vector, part, lane, k] int8, flat (see Dot); [what the sums of each column start
+              at, (padded n,) int32, where `needs_compensation`]; w_scale and bias (padded n,) float32.
     Raises LoweringError when a shape does not fit or a weight is -128.
     """
     if weights.shape != (spec.n, spec.k) or w_scale.shape != (spec.n,):
@@ -186,13 +191,14 @@ def pack(
         )
     if weights.dtype != np.int8 or weights.min() < -LIMIT:
         raise LoweringError(f"{spec.name}: weights are {weights.dtype}, least {weights.min()}; needed int8 >= -127")
-    panels, group = spec.panels, spec.dot.group
-    padded = np.zeros((panels.padded, spec.groups * group), np.int8)
+    panels, dot = spec.panels, spec.dot
+    padded = np.zeros((panels.padded, spec.groups * dot.group), np.int8)
     padded[: spec.n, : spec.k] = weights
-    tiles = padded.reshape(panels.count, panels.vectors, panels.lanes, spec.groups, group)
-    packed: list[npt.NDArray[np.generic]] = [np.ascontiguousarray(tiles.transpose(0, 3, 1, 2, 4)).reshape(-1)]
-    if spec.needs_compensation:
-        packed.append(-spec.isa.codes_offset * padded.sum(axis=1, dtype=np.int32))
+    tiles = padded.reshape(panels.count, panels.vectors, panels.lanes, spec.groups, dot.group)
+    packed: list[npt.NDArray[np.generic]] = [dot.pack(tiles)]
+    start = dot.column_start(padded, spec.isa.codes_offset)
+    if start is not None:
+        packed.append(start)
     for values in (w_scale, bias):
         column = np.zeros(panels.padded, np.float32)
         if values is not None:

@@ -20,7 +20,6 @@ from .rows import Lead
 from .tiles import Panels, multiply_add, opaque, panels_of, walk_rows
 from .vec import Expr, Floats, f32, fma_reference, small, span, store
 
-
 LEAD1 = Lead(1)
 """One symbolic batch dimension."""
 

@@ -18,6 +18,8 @@ TASKS = 16
 """Pieces of parallel work aimed at; with fewer column panels than this, rows are cut into blocks too."""
 ROW_BLOCK = 48
 """Fewest rows of a block, so that reading a panel of weights again for the next block stays a small part."""
+BLOCK_BYTES = 128 << 10
+"""Most bytes of the left matrix in a block of rows: every panel walks them, so they have to stay in a 512 KiB L2."""
 _STACK_FLOATS = 255
 """TVM turns a buffer of 1,024 bytes or more into a heap call."""
 
@@ -53,14 +55,17 @@ class Panels:
         return self.count * self.width
 
 
-def panels_of(n: int, isa: Isa) -> Panels:
-    """Cut n columns for an instruction set: few vectors of padding, and wide panels where the register file allows."""
+def panels_of(n: int, isa: Isa, rows: int = ROWS_MOST) -> Panels:
+    """Cut n columns for an instruction set: few vectors of padding, and wide panels where the register file allows.
+
+    rows: rows of a full tile.
+    """
     lanes = isa.lanes
     most = 2 if isa.registers == 16 else 4
     needed = -(-n // lanes)
     # One row of a panel costs its vectors, padding included, and about one more for the broadcast.
     vectors = min(range(most, 0, -1), key=lambda v: -(-needed // v) * (v + 1))
-    return Panels(n, lanes, vectors, ROWS_MOST)
+    return Panels(n, lanes, vectors, rows)
 
 
 @dataclass(frozen=True)
@@ -152,36 +157,33 @@ class Sink:
                 full()
 
 
-def for_tiles(rows: Expr, sink: Sink, tile: Callable[[list[Expr], Expr, Expr, int], None]) -> None:
+def for_tiles(rows: Expr, row_bytes: int, sink: Sink, tile: Callable[[list[Expr], Expr, Expr, int], None]) -> None:
     """Emit `tile(scratch, panel, first row, number of rows)` over all rows (int64) and panels, in parallel.
 
     The number of rows is a Python int: `panels.rows`, or less for what is left at the end. The tile gives its values to
-    `sink.put`.
+    `sink.put`. Rows are cut into blocks that stay in the cache while all panels pass, and into smaller ones where there
+    are too few panels to share out.
+
+    row_bytes: of the left matrix.
     """
     panels = sink.panels
-
-    def walk(panel: Expr, first: Expr, last: Expr) -> None:
+    most = max(ROW_BLOCK, BLOCK_BYTES // row_bytes) // panels.rows * panels.rows
+    cuts = -(-TASKS // panels.count)
+    even = T.ceildiv(rows, T.int64(cuts * panels.rows)) * panels.rows
+    block = opaque(T.min(T.max(even, T.int64(ROW_BLOCK)), T.int64(most)))
+    blocks = opaque(T.ceildiv(rows, block))
+    with T.parallel(T.int64(0), blocks * panels.count) as task:
+        number = opaque(T.truncdiv(task, T.int64(panels.count)))
+        panel = opaque(task - number * panels.count)
+        first = opaque(number * block)
         scratch = sink.scratch()
         walk_rows(
             first,
-            last,
+            opaque(T.min(rows, first + block)),
             panels.rows,
             lambda row, count: tile(scratch, panel, row, count),
             lambda row, count: sink.finish(scratch, panel, row, count),
         )
-
-    cuts = -(-TASKS // panels.count)
-    if cuts == 1:
-        with T.parallel(T.int64(0), T.int64(panels.count)) as panel:
-            walk(panel, T.int64(0), rows)
-        return
-    even = T.ceildiv(rows, T.int64(cuts * panels.rows)) * panels.rows
-    block = T.Bind(T.max(even, T.int64(ROW_BLOCK)))
-    blocks = T.Bind(T.ceildiv(rows, block))
-    with T.parallel(T.int64(0), blocks * panels.count) as task:
-        panel = opaque(T.truncdiv(task, blocks))
-        first = opaque((task - panel * blocks) * block)
-        walk(panel, first, opaque(T.min(rows, first + block)))
 
 
 def walk_rows(
