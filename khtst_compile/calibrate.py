@@ -77,14 +77,15 @@ def calibrate(
     eight. gradients: also keep what the outputs' seeded random projection does at each linear. Memory is one batch and the kept
     tokens, whatever the number of samples. Raises CalibrationError for no samples at all and for NaN or infinity in an activation.
     """
-    collector = _Collector(program, rows, held_rows, gradients, seed, getattr(samples, "count", None))
+    count, source = (samples.count, samples.source) if isinstance(samples, Samples) else (None, "samples given in Python")
+    collector = _Collector(program, rows, held_rows, gradients, seed, count)
     reporter = progress or NullProgress()
     for batch in samples:
         size = collector.see(batch)
         reporter.advance(size)
     if collector.seen == 0:
         raise CalibrationError("calibration: there are no samples; needed: at least one")
-    return collector.stats(getattr(samples, "source", "samples given in Python"))
+    return collector.stats(source)
 
 
 @dataclass
@@ -138,7 +139,9 @@ class _Collector:
         values = dict(self.program.tensors())
         for graph_name, spec in zip(self.program.user_inputs(), self.program.inputs, strict=True):
             if spec.name not in batch:
-                raise CalibrationError(f"calibration batch {self.batch_number}: input {spec.name!r} is missing; found {sorted(batch)}")
+                raise CalibrationError(
+                    f"calibration batch {self.batch_number}: input {spec.name!r} is missing; found {sorted(batch)}"
+                )
             values[graph_name] = batch[spec.name]
         layout = _Layout(self, batch)
         runner = _Runner(self, layout)
@@ -192,7 +195,9 @@ class _Collector:
             )
         silent = [n.name for n in self.linears if self.gradients and n.name not in self.with_gradient]
         if silent:
-            log.warning("no gradient reaches %d of %d linears (%s ...); they carry no weight", len(silent), len(self.linears), silent[0])
+            log.warning(
+                "no gradient reaches %d of %d linears (%s ...); they carry no weight", len(silent), len(self.linears), silent[0]
+            )
         return Stats(found, self.seen, source, self.kept_batches)
 
 
@@ -263,9 +268,9 @@ class _Runner(fx.Interpreter):
         else:
             value = super().run_node(n)
         collector = self._collector
-        if n.name in collector.readers and isinstance(value, torch.Tensor):
+        if n.name in collector.readers and isinstance(value, torch.Tensor) and value.is_floating_point():
             self._observe(n, value.detach())
-        if n in collector.reads:
+        if n in collector.reads and value.is_floating_point():
             self._check(n, value, f"{_site(n)!r} gives")
             if collector.gradients:
                 value = self._listen(n, value)
@@ -280,7 +285,8 @@ class _Runner(fx.Interpreter):
         tracked = collector.tracked.get(n.name)
         if tracked is None:
             features = value.shape[-1]
-            tracked = _Tracked(torch.zeros(features), *(Reservoir(size, features) for size in collector.sizes))
+            keep, hold = collector.sizes
+            tracked = _Tracked(torch.zeros(features), Reservoir(keep, features), Reservoir(hold, features))
             collector.tracked[n.name] = tracked
         self._picked[n.name] = []
         if seen.shape[0] == 0:

@@ -113,7 +113,9 @@ def _read_jsonl(file: Path) -> Iterator[Any]:
         if isinstance(value, dict) and isinstance(value.get("text"), str):
             value = value["text"]
         if not isinstance(value, (str, dict)):
-            raise CalibrationError(f'{file}, line {number}: found {type(value).__name__}; needed: a text, {{"text": ...}} or {{input: array}}')
+            raise CalibrationError(
+                f'{file}, line {number}: found {type(value).__name__}; needed: a text, {{"text": ...}} or {{input: array}}'
+            )
         kinds.add(type(value))
         if len(kinds) > 1:
             raise CalibrationError(f"{file}, line {number}: texts and arrays are mixed; needed: one kind")
@@ -171,7 +173,9 @@ def _tokenizer(file: Path, program: Program) -> tuple[Callable[[list[str], int],
         raise CalibrationError(f"{file}: holds texts, but the model reads {sorted(names)}; needed: arrays (.npz, .npy or .jsonl)")
     folder = program.meta.get("tokenizer")
     if not folder or not (Path(folder) / "tokenizer.json").is_file():
-        raise CalibrationError(f"{file}: holds texts, but the model came without tokenizer.json; give token ids as .npz, or add the file")
+        raise CalibrationError(
+            f"{file}: holds texts, but the model came without tokenizer.json; give token ids as .npz, or add the file"
+        )
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
@@ -196,7 +200,9 @@ def _open_arrays(file: Path, program: Program) -> dict[str, np.ndarray]:
     try:
         if file.suffix == ".npy":
             if len(program.inputs) != 1:
-                raise CalibrationError(f"{file}: one array, but the model reads {[s.name for s in program.inputs]}; needed: an .npz with those names")
+                raise CalibrationError(
+                    f"{file}: one array, but the model reads {[s.name for s in program.inputs]}; needed: an .npz with those names"
+                )
             return {program.inputs[0].name: np.load(file, mmap_mode="r", allow_pickle=False)}
         with np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
@@ -208,7 +214,7 @@ def _stack(file: Path, items: Sequence[dict[str, Any]], program: Program) -> dic
     """One object a sample -> arrays with samples first. All samples of an input must have one shape."""
     stacked: dict[str, np.ndarray] = {}
     for spec in program.inputs:
-        rows = []
+        rows: list[np.ndarray] = []
         for number, item in enumerate(items, 1):
             if spec.name not in item:
                 raise CalibrationError(f"{file}, sample {number}: input {spec.name!r} is missing; found {sorted(item)}")
@@ -217,7 +223,9 @@ def _stack(file: Path, items: Sequence[dict[str, Any]], program: Program) -> dic
             except ValueError as error:
                 raise CalibrationError(f"{file}, sample {number}: input {spec.name!r} is ragged ({error})") from error
             if rows and row.shape != rows[0].shape:
-                raise CalibrationError(f"{file}, sample {number}: input {spec.name!r} has shape {row.shape}, the first {rows[0].shape}; pad to one")
+                raise CalibrationError(
+                    f"{file}, sample {number}: input {spec.name!r} has shape {row.shape}, the first {rows[0].shape}; pad to one"
+                )
             rows.append(row)
         stacked[spec.name] = np.stack(rows)
     for extra in sorted(set(items[0]) - set(stacked)):
@@ -250,7 +258,9 @@ def _array_samples(
                 part = torch.from_numpy(np.ascontiguousarray(arrays[spec.name][chosen])).to(getattr(torch, spec.dtype))
                 if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                     bad = next(i for i, row in zip(chosen, part, strict=True) if not bool(torch.isfinite(row).all()))
-                    raise CalibrationError(f"{file}: input {spec.name!r}, sample {bad} holds NaN or infinity; remove or repair it")
+                    raise CalibrationError(
+                        f"{file}: input {spec.name!r}, sample {bad} holds NaN or infinity; remove or repair it"
+                    )
                 made[spec.name] = part
             yield made
 

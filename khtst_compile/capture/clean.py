@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from khtst_compile.errors import CaptureError
 from khtst_compile.program import Program, Rewriter, call_nodes, site_of, source_line
@@ -27,6 +28,7 @@ CHECKS = (
 # Calls that return their first argument's values in a graph that writes into nothing.
 SAME = (
     aten.detach.default,
+    aten.detach_.default,
     aten.alias.default,
     aten.contiguous.default,
     aten.lift_fresh.default,
@@ -35,12 +37,19 @@ SAME = (
 )
 # Calls that return their first argument where dtype and shape come out unchanged.
 CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
-RESHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
+# What the experts of a mixture are computed with: no pass or target has a form for these.
+EXPERTS = (aten._grouped_mm.default, aten.histc.default)
 DROPOUT = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
 def clean(program: Program) -> Program:
-    """Strip dropout, checks, copies, casts and reshapes to the same type, and dead code. Raises CaptureError for a training graph."""
+    """Strip dropout, checks, copies, casts and reshapes to the same type, and dead code.
+
+    Views become reshapes: they no longer depend on how an earlier operator laid its result out in memory. Raises CaptureError
+    for a graph in training mode.
+    """
     rewriter = Rewriter(program)
     for node in list(rewriter.graph.nodes):
         if node.op != "call_function":
@@ -50,11 +59,24 @@ def clean(program: Program) -> Program:
         elif node.target in DROPOUT:
             _require_eval(node, node.args[1] == 0 or node.args[2] is False)
             rewriter.replace(node, node.args[0])
-        elif node.target in SAME or (node.target in CASTS and _unchanged(node)) or (node.target in RESHAPES and _unchanged(node)) or (node.target is aten.slice.Tensor and _whole(node)) or (node.target is aten.add.Tensor and _adds_nothing(node)):
+        elif _computes_nothing(node):
             rewriter.replace(node, node.args[0])
+        elif node.target in VIEWS:
+            node.target = aten.reshape.default
     for node in call_nodes(rewriter.graph, aten.batch_norm.default):
         _require_eval(node, node.args[5] is False)
     return rewriter.finish()
+
+
+def _computes_nothing(node: fx.Node) -> bool:
+    """Whether the result equals the first argument, in a graph that writes into nothing."""
+    if node.target in SAME:
+        return True
+    if node.target in CASTS or node.target in RESHAPES:
+        return _unchanged(node)
+    if node.target is aten.slice.Tensor:
+        return _whole(node)
+    return node.target is aten.add.Tensor and _adds_nothing(node)
 
 
 def functional(program: Program) -> Program:
@@ -80,13 +102,20 @@ def refuse_unknown(program: Program) -> None:
             raise CaptureError(
                 f"{where}: {node.target} (control flow on data) cannot be compiled; compute both sides and use torch.where"
             )
-        if node.op == "call_function" and torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        if node.target in EXPERTS:
+            raise CaptureError(
+                f"{where}: {node.target} belongs to a mixture of experts, which is not supported; needed: a dense model"
+            )
+        tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+        if torch.Tag.data_dependent_output in tags:
             raise CaptureError(f"{where}: {node.target} reads a value out of a tensor; keep it a tensor")
+        if isinstance(node.meta.get("val"), torch.Tensor) and free_unbacked_symbols(node.meta["val"]):
+            raise CaptureError(f"{where}: the shape of what {node.target} returns depends on the data; use masks or torch.where")
 
 
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable) and node.target not in SAME
 
 
 def _unchanged(node: fx.Node) -> bool:
@@ -104,7 +133,7 @@ def _same_shape(before: Any, after: Any) -> bool:
 
 def _whole(node: fx.Node) -> bool:
     """A slice from 0 to the end in steps of one."""
-    _, _, start, end, step = (*node.args, *(None,) * (5 - len(node.args)))
+    start, end, step = [*node.args[2:], None, None, None][:3]
     return start in (None, 0) and (end is None or (isinstance(end, int) and end >= 2**62)) and step in (None, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, TensorArgument
 
 from khtst_compile.capture.clean import clean, functional, refuse_unknown
 from khtst_compile.capture.refusals import refusal
@@ -50,6 +51,7 @@ def describe(
 ) -> Program:
     """Clean an exported graph and give its inputs, outputs and axes their public names."""
     draft = functional(Program(ep, (), (), meta=meta))
+    _rename_builtins(draft.ep)
     names = _symbols(draft, inputs, axes)
     values = _values(draft)
     program = replace(
@@ -98,7 +100,7 @@ def _ask(
     """Export once with Dim.AUTO, which lets the model fix or narrow an axis, and return the axes as they came out."""
     moving = [a for a in axes if not a.fixed]
     try:
-        ep = _export(module, examples, axes, {p: Dim.AUTO(min=a.low, max=a.high) for a in moving for p in a.places})  # type: ignore[attr-defined]
+        ep = _export(module, examples, axes, {p: Dim.AUTO(min=a.low, max=a.high) for a in moving for p in a.places})
     except Exception as error:
         log.debug("no answer from an automatic export: %s", error)
         return moving
@@ -170,6 +172,16 @@ def exporting() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _rename_builtins(ep: ExportedProgram) -> None:
+    """Graph inputs called like a Python builtin ("input") get another name: torch.fx renames such nodes whenever it copies a graph."""
+    specs = {s.arg.name: s for s in ep.graph_signature.input_specs}
+    for node in ep.graph.nodes:
+        if node.op == "placeholder" and hasattr(builtins, node.name):
+            spec = specs[node.name]
+            node._rename(f"input_{node.name}")
+            spec.arg = TensorArgument(node.name)
 
 
 def _values(program: Program) -> tuple[list[Any], list[Any]]:

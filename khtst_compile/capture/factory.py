@@ -55,7 +55,7 @@ def load_factory(source: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise UsageError(f"{source}: {module_name!r} has no callable {name!r}; it has {', '.join(names) or 'none'}")
     return found
 

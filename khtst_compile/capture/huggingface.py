@@ -102,6 +102,8 @@ def load_model(folder: Path, task: Task, architecture: str) -> tuple[nn.Module, 
         raise CaptureError(f"{folder}: {architecture} cannot be loaded for task {task.name!r}: {text}") from error
     if mismatched := info.get("mismatched_keys"):
         raise UsageError(f"{folder}: weights do not fit the configuration: {sorted(str(m) for m in mismatched)[:3]}")
+    # A cache of earlier tokens would be a second, invisible output.
+    model.config.use_cache = False
     return model.eval(), set(info["missing_keys"])
 
 

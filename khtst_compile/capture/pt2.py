@@ -6,6 +6,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -45,7 +46,13 @@ def capture_file(path: Path, *, task: str | None, shapes: Mapping[str, Range] | 
             )
     outputs = [s for s in ep.graph_signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
     labels = ["output"] if len(outputs) == 1 else [f"output_{i}" for i in range(len(outputs))]
-    meta = {"source": str(path), "task": task or "module", "tokenizer": None, "max_length": None, "static_axes": []}
+    meta: dict[str, Any] = {
+        "source": str(path),
+        "task": task or "module",
+        "tokenizer": None,
+        "max_length": None,
+        "static_axes": [],
+    }
     return describe(ep, names, labels, axes, meta)
 
 

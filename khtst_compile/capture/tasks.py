@@ -72,9 +72,8 @@ def infer_task(folder: Path, architecture: str, images: bool, asked: str | None)
 
 def model_call(task: Task, folder: Path) -> Call:
     """The function that runs the loaded model for `task` and names its one output."""
-    extra = {"use_cache": False} if task.name == "causal-lm" else {}
     if task.name != "sentence-embedding":
-        return lambda model, inputs: {task.output: getattr(model(**inputs, **extra), task.output)}
+        return lambda model, inputs: {task.output: getattr(model(**inputs), task.output)}
     mode, normalize = read_pooling(folder)
     pool = POOLINGS[mode]
 
@@ -122,8 +121,8 @@ def read_pooling(folder: Path) -> tuple[str, bool]:
     unknown = [k for k in kinds if k not in ("Transformer", "Pooling", "Normalize")]
     if unknown or kinds.count("Pooling") != 1:
         raise CaptureError(
-            f"{folder / 'modules.json'}: modules {kinds}; supported: Transformer, Pooling, Normalize. Use --task feature-extraction for the "
-            "transformer alone"
+            f"{folder / 'modules.json'}: modules {kinds}; supported: Transformer, Pooling, Normalize. Use --task "
+            "feature-extraction for the transformer alone"
         )
     config = read_json(folder / modules[kinds.index("Pooling")]["path"] / "config.json")
     modes = [

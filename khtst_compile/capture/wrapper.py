@@ -12,6 +12,12 @@ from torch import nn
 from khtst_compile.errors import CaptureError
 
 
+class _Seen:
+    """The names of the last call's results."""
+
+    names: tuple[str, ...] = ()
+
+
 class Named(nn.Module):
     """`forward(name, ...) -> tuple of tensors` around a module, which sits under `khtst_model` (program.WRAPPED).
 
@@ -24,20 +30,23 @@ class Named(nn.Module):
     ):
         super().__init__()
         self.khtst_model = module
-        # In a closure: torch.export undoes what tracing assigns to a module's own attributes.
-        names_seen: list[str] = []
-        self.output_names = lambda: tuple(names_seen)
+        # In an object of its own: torch.export undoes what tracing assigns to a module's attributes, lists included.
+        self._seen = seen = _Seen()
 
         def forward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
             inputs = dict(zip(names, values, strict=True))
             found = flatten(module(**inputs) if call is None else call(module, inputs))
-            names_seen[:] = found
+            seen.names = tuple(found)
             return tuple(found.values())
 
         # torch.export names graph inputs after the signature, and *values has no names of its own.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
         self.forward = forward
+
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the results of the last call."""
+        return self._seen.names
 
 
 def flatten(result: Any, name: str = "") -> dict[str, torch.Tensor]:
