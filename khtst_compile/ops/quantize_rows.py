@@ -31,7 +31,8 @@ def quantize_rows_reference(
         # fmax: a NaN must not decide the scale of its row
         absmax = torch.where(t.isnan(), 0.0, t.abs()).amax(-1) if t.shape[-1] else t.new_zeros(t.shape[:-1])
         a = absmax.clamp_min(TINY)
-        inv, scale = LEVELS / a, a / LEVELS
+        # Tensor by tensor: torch computes number / tensor as number * reciprocal(tensor), which rounds twice.
+        inv, scale = torch.full_like(a, LEVELS) / a, a / LEVELS
     else:
         scale = static_scale.expand(t.shape[:-1]).clone()
         inv = (1.0 / static_scale).expand(t.shape[:-1])
