@@ -1,0 +1,48 @@
+# setup | demo | test | lint | bench. Everything runs from .venv, which `make setup` builds and every other target needs.
+PYTHON ?= python3
+VENV ?= .venv
+# Extra arguments for pip, such as `--index-url https://download.pytorch.org/whl/cpu` to take torch without CUDA.
+TORCH_ARGS ?=
+# Extra arguments for pytest, such as `-k cli -x`.
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+.PHONY: help setup demo test lint bench constraints clean
+
+help:
+	@echo "make setup | demo | test | lint | bench | constraints | clean"
+
+setup: $(STAMP)
+
+# torch first: it is the one package whose index a user may want to choose.
+$(STAMP): pyproject.toml constraints.txt scripts/install-system.sh
+	scripts/install-system.sh $(PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/khtst-compile demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Kernels against the machine's ceiling, then whole models against onnxruntime and torch.
+bench: $(STAMP)
+	TVM_NUM_THREADS=1 $(BIN)/python benchmarks/gemm.py
+	$(BIN)/khtst-compile demo --seconds 10
+
+constraints: $(STAMP)
+	scripts/freeze.sh $(BIN)/python > constraints.new && mv constraints.new constraints.txt
+	touch $(STAMP)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out

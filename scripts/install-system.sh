@@ -1,0 +1,24 @@
+#!/bin/sh
+# What pip cannot install: a C++ compiler (TVM links the libraries it builds with one) and Python's venv module, which Debian packs apart.
+# Does nothing where both are there. The argument is the Python to check.
+set -eu
+python=${1:-python3}
+packages=""
+command -v "$python" > /dev/null || packages="$packages python3"
+command -v g++ > /dev/null || command -v clang++ > /dev/null || command -v gcc > /dev/null || packages="$packages g++"
+"$python" -c 'import ensurepip, venv' 2> /dev/null || packages="$packages python3-venv"
+[ -n "$packages" ] || exit 0
+root=""
+[ "$(id -u)" = 0 ] || root=sudo
+if ! command -v apt-get > /dev/null; then
+  echo "install-system: please install by hand:$packages (no apt-get here)" >&2
+  exit 1
+fi
+if [ -n "$root" ] && ! command -v sudo > /dev/null; then
+  echo "install-system: please ask an administrator for: apt-get install$packages" >&2
+  exit 1
+fi
+echo "install-system: installing$packages" >&2
+$root apt-get update -qq
+# shellcheck disable=SC2086 # a list of packages
+$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
