@@ -153,7 +153,8 @@ def _export(
 
 def fit_examples(examples: dict[str, torch.Tensor], axes: Sequence[Axis]) -> dict[str, torch.Tensor]:
     """The examples at sizes that can be traced: in range, at least 2 where the axis may vary, equal where an axis is shared."""
-    fitted = dict(examples)
+    # Copies: one tensor given for two inputs would be traced as one.
+    fitted = {n: t.clone() for n, t in examples.items()}
     for axis in axes:
         name, position = axis.places[0]
         size = trace_size(axis, examples[name].shape[position])

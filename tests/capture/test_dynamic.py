@@ -155,3 +155,13 @@ def test_unknown_operator_is_named() -> None:
 
     with pytest.raises(CaptureError, match=r"unique"):
         capture_module(Sort(), (torch.randn(4, 3),))
+
+
+def test_one_tensor_given_for_two_inputs_stays_two() -> None:
+    class Difference(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x - y
+
+    same = torch.randn(2, 3)
+    program = capture_module(Difference(), (same, same))
+    assert torch.equal(program.run({"x": torch.full((1, 3), 5.0), "y": torch.ones(1, 3)})["output"], torch.full((1, 3), 4.0))
