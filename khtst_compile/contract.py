@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from khtst_compile.errors import KhtstError, PassError
-from khtst_compile.program import Program, check_program
+
+if TYPE_CHECKING:
+    from khtst_compile.program import Program  # loads torch, which listing passes and recipes has no need of
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def run_passes(program: Program, passes: Sequence[Pass], *, dump: Path | None = 
 
     dump: a folder for numbered graph listings; report: called with one line per pass.
     """
+    from khtst_compile.program import check_program
+
     done: list[str] = []
     for number, step in enumerate(passes):
         started = time.perf_counter()

@@ -1,0 +1,32 @@
+"""`khtst-compile lower`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from khtst_compile.cli.console import Console, common
+
+
+@click.command("lower")
+@click.argument("quantized", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--target", default="x86", show_default=True, help="Where it will run; see `khtst-compile targets`.")
+@common
+def command(console: Console, quantized: Path, output: Path, target: str) -> None:
+    """Compile QUANTIZED, a folder written by `quantize`, for a target."""
+    from khtst_compile import api
+
+    result = api.lower(quantized, output, target=target, report=console.note, progress=console.progress)
+    chosen = result.manifest["target"]
+    size = sum(int(f["bytes"]) for f in result.manifest["files"].values())
+    summary = {
+        "artifact": str(result.folder),
+        "target": chosen["name"],
+        "cpu_flags": chosen["cpu_flags"],
+        "bytes": size,
+        "seconds": round(result.seconds, 3),
+    }
+    text = f"{result.folder}: compiled for {chosen['name']} in {result.seconds:.1f} s, {size / 1e6:.1f} MB"
+    console.emit(summary, text)
