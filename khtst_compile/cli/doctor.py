@@ -1,0 +1,23 @@
+"""`khtst-compile doctor`."""
+
+from __future__ import annotations
+
+import click
+
+from khtst_compile.cli.console import Console, common, table
+from khtst_compile.errors import EnvironmentProblem
+
+
+@click.command("doctor")
+@common
+def command(console: Console) -> int:
+    """Check versions, known-bad pairs, CPU features, compilers, disk and memory; exit code 4 where something needed is missing."""
+    from khtst_compile import doctor
+
+    checks = doctor.examine()
+    bad = [c for c in checks if c.status == doctor.BAD]
+    rows = [(c.status, c.name, c.found) for c in checks]
+    lines = [table(("", "what", "found"), rows), *(f"{c.name}: {c.advice}" for c in checks if c.advice)]
+    lines.append(f"{len(bad)} to mend" if bad else "all that is needed is there")
+    console.emit({"ok": not bad, "checks": [c.to_json() for c in checks]}, "\n".join(lines))
+    return EnvironmentProblem.exit_code if bad else 0
