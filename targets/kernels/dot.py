@@ -139,8 +139,8 @@ class Dot:
         if self.kind == "pairs":
             y = weights.astype(np.int32).reshape(len(weights), -1, 2, 2)
             products = y[:, :, 0] * y[:, :, 1]
-            return np.zeros(len(weights), np.int32) - products.sum(axis=(1, 2), dtype=np.int32)
-        return weights.sum(axis=1, dtype=np.int32) * np.int32(-offset) if offset else None
+            return np.asarray(-products.sum(axis=(1, 2)), np.int32)
+        return np.asarray(-offset * weights.sum(axis=1, dtype=np.int32), np.int32) if offset else None
 
 
 _DOTS = {

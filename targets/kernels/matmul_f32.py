@@ -75,7 +75,7 @@ def prim_func(spec: MatmulF32) -> tirx.PrimFunc:
             which = opaque(T.truncdiv(task, count))
             column = opaque((task - which * count) * panels.width)
             valid = opaque(T.min(T.int64(panels.width), n - column))
-            packed = T.alloc_buffer((k * panels.width,), "float32", scope="global")
+            packed = T.alloc_buffer(((k + 1) * panels.width,), "float32", scope="global")
             _pack_panel(spec, b, packed, opaque(which * k * n), column, valid, n, k)
             first_a, first_c = opaque(which * m * k), opaque(which * m * n + column)
             ragged = small(panels.width)

@@ -1,0 +1,163 @@
+"""int8 GEMM: exact sums and the same float bits on every instruction set, at awkward sizes; what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from khtst_compile.errors import LoweringError
+from khtst_compile.targets.isa import ALL_ISAS, AVX2, AVX512, AVX512VNNI, AVXVNNI, Isa
+from khtst_compile.targets.kernels.act import ACTIVATIONS
+from khtst_compile.targets.kernels.gemm_i8 import GemmI8, pack, reference, store_codes
+from khtst_compile.targets.kernels.rows import Lead
+from tests.targets.gemm_tools import RUNNABLE, assembly, codes_and_weights, hot_loops, isa_id, library, run, same_bits
+
+AWKWARD = (1, 7, 8, 9, 31, 33)
+each_isa = pytest.mark.parametrize("isa", RUNNABLE, ids=isa_id)
+
+
+def call(spec: GemmI8, codes: np.ndarray, weights: np.ndarray, a_scale: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    w_scale, bias, residual = rest
+    stored = store_codes(spec.isa, codes)
+    inputs = [stored, a_scale, *pack(spec, weights, w_scale, bias), *([residual] if spec.residual else [])]
+    return run(spec, inputs, (*codes.shape[:-1], spec.n), "int32" if spec.output == "acc" else "float32")
+
+
+def exact(codes: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return codes.astype(np.int64) @ weights.astype(np.int64).T
+
+
+@each_isa
+@pytest.mark.parametrize("k", AWKWARD)
+@pytest.mark.parametrize("n", AWKWARD)
+def test_sums_are_exact_at_awkward_sizes(isa: Isa, n: int, k: int) -> None:
+    spec = GemmI8(isa, n, k, Lead(1), output="acc")
+    for m in (*AWKWARD, 0):
+        codes, weights, a_scale, *rest = codes_and_weights(m, n, k)
+        assert (call(spec, codes, weights, a_scale, *rest) == exact(codes, weights)).all()
+
+
+@each_isa
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 96, 384), (130, 200, 100), (13, 129, 1536)])
+def test_sums_are_exact_over_blocks_and_panels(isa: Isa, m: int, n: int, k: int) -> None:
+    codes, weights, a_scale, *rest = codes_and_weights(m, n, k)
+    spec = GemmI8(isa, n, k, Lead(1), output="acc")
+    assert (call(spec, codes, weights, a_scale, *rest) == exact(codes, weights)).all()
+
+
+@each_isa
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_extreme_codes_do_not_saturate(isa: Isa, signs: tuple[int, int]) -> None:
+    # Pairs of 127 * 127 overflow the int16 of a plain vpmaddubsw; sums of a code and a weight reach 254.
+    m, n, k = 5, 17, 4099
+    _, _, a_scale, *rest = codes_and_weights(m, n, k)
+    codes, weights = np.full((m, k), 127 * signs[0], np.int8), np.full((n, k), 127 * signs[1], np.int8)
+    got = call(GemmI8(isa, n, k, Lead(1), output="acc"), codes, weights, a_scale, *rest)
+    assert (got == k * 127 * 127 * signs[0] * signs[1]).all()
+
+
+@each_isa
+@pytest.mark.parametrize("fill", [-128, -1, 127])
+def test_codes_beyond_k_do_not_count(isa: Isa, fill: int) -> None:
+    m, n, k = 9, 8, 33
+    codes, weights, a_scale, w_scale, bias, _ = codes_and_weights(m, n, k)
+    spec = GemmI8(isa, n, k, Lead(1), output="acc")
+    stored = store_codes(isa, codes)
+    stored[:, k:] = fill + isa.codes_offset
+    got = run(spec, [stored, a_scale, *pack(spec, weights, w_scale, bias)], (m, n), "int32")
+    assert (got == exact(codes, weights)).all()
+
+
+@each_isa
+@pytest.mark.parametrize("act", sorted(ACTIVATIONS))
+@pytest.mark.parametrize(("n", "residual"), [(31, True), (64, True), (64, False)])
+def test_floats_equal_the_reference_to_the_bit(isa: Isa, act: str, n: int, residual: bool) -> None:
+    m, k = 33, 40
+    codes, weights, a_scale, w_scale, bias, added = codes_and_weights(m, n, k)
+    spec = GemmI8(isa, n, k, Lead(1), act, residual)
+    got = call(spec, codes, weights, a_scale, w_scale, bias, added)
+    want = reference(codes, a_scale, weights, w_scale, bias, act, added if residual else None)
+    assert same_bits(got, want)
+
+
+@each_isa
+@pytest.mark.parametrize("lead", [(5,), (2, 9), (2, 3, 4), (0, 7)])
+@pytest.mark.parametrize("static", [False, True])
+def test_leading_dimensions(isa: Isa, lead: tuple[int, ...], static: bool) -> None:
+    n, k, m = 24, 20, int(np.prod(lead))
+    codes, weights, a_scale, w_scale, bias, added = codes_and_weights(m, n, k)
+    spec = GemmI8(isa, n, k, Lead(len(lead), lead if static else ()), "gelu", True)
+    shaped = codes.reshape(*lead, k), weights, a_scale.reshape(lead), w_scale, bias, added.reshape(*lead, n)
+    got = call(spec, *shaped)
+    want = reference(codes, a_scale, weights, w_scale, bias, "gelu", added).reshape(*lead, n)
+    assert same_bits(got, want)
+
+
+def test_no_bias_is_zero_bias() -> None:
+    codes, weights, a_scale, w_scale, _, added = codes_and_weights(4, 9, 12)
+    spec = GemmI8(AVX2, 9, 12, Lead(1))
+    inputs = [store_codes(AVX2, codes), a_scale, *pack(spec, weights, w_scale)]
+    assert same_bits(run(spec, inputs, (4, 9)), reference(codes, a_scale, weights, w_scale))
+    assert not same_bits(run(spec, inputs, (4, 9)), reference(codes, a_scale, weights, w_scale, added[0]))
+
+
+@pytest.mark.parametrize(
+    ("isa", "instruction"),
+    [
+        (AVX2, r"vpmaddwd\t.*%ymm"),
+        (AVXVNNI, r"\{vex\}\s+vpdpbusd\t.*%ymm"),
+        (AVX512, r"vpmaddwd\t.*%zmm"),
+        (AVX512VNNI, r"vpdpbusd\t.*%zmm"),
+    ],
+    ids=lambda v: v.name if isinstance(v, Isa) else "",
+)
+@pytest.mark.parametrize(("n", "act"), [(384, "none"), (1536, "gelu"), (100, "none")])
+def test_assembly(isa: Isa, instruction: str, n: int, act: str) -> None:
+    spec = GemmI8(isa, n, 384, Lead(2), act, act == "none")
+    text = assembly(spec)
+    loops = hot_loops(text, instruction.partition("\\t")[0].rpartition("+")[2])
+    full = spec.dot.rows * spec.panels.vectors
+    assert max(sum(bool(re.search(instruction, line)) for line in loop) for loop in loops) >= full
+    for loop in loops:
+        assert not any("(%rsp" in line or "(%rbp" in line or "call" in line for line in loop)
+    # "pairs" keeps one term a row in a workspace; accumulators never.
+    assert len(re.findall(r"call\w*\t.*TVMBackendAllocWorkspace", text)) <= (1 if spec.dot.kind == "pairs" else 0)
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS, ids=isa_id)
+def test_emulation_keeps_layout(isa: Isa) -> None:
+    real, emulated = GemmI8(isa, 100, 50), GemmI8(isa.emulate(), 100, 50)
+    _, weights, _, w_scale, bias, _ = codes_and_weights(1, 100, 50)
+    assert real.panels == emulated.panels
+    for a, b in zip(pack(real, weights, w_scale, bias), pack(emulated, weights, w_scale, bias), strict=True):
+        assert same_bits(a, b)
+
+
+def test_kernels_share_a_module() -> None:
+    spec = GemmI8(AVX2, 16, 16, Lead(1), name="first")
+    assert library(spec).implements_function("first")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "needed at least"),
+        ({"k": 140_000}, "split the layer"),
+        ({"output": "int8"}, "'acc'"),
+        ({"output": "acc", "act": "gelu"}, "no activation"),
+        ({"act": "swish"}, "swish"),
+    ],
+)
+def test_refusals(options: dict[str, object], message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        GemmI8(**{"isa": AVX2, "n": 4, "k": 4, **options})  # type: ignore[arg-type]
+
+
+def test_pack_refuses_what_does_not_fit() -> None:
+    spec = GemmI8(AVX2, 4, 6)
+    with pytest.raises(LoweringError, match=r"\(6, 4\)"):
+        pack(spec, np.zeros((6, 4), np.int8), np.ones(4, np.float32))
+    with pytest.raises(LoweringError, match="-128"):
+        pack(spec, np.full((4, 6), -128, np.int8), np.ones(4, np.float32))
