@@ -120,6 +120,19 @@ def test_dynamic_codes_and_scales_equal_to_the_bit(tmp_path: Path, features: int
     assert torch.equal(scale, want_scale)
 
 
+def test_many_rows_equal_to_the_bit(tmp_path: Path) -> None:
+    """A million values: 127 / absmax rounded twice instead of once would move a few codes and no smaller sample shows it."""
+    g = torch.Generator().manual_seed(11)
+    x = torch.randn(40, 40, 1000, generator=g) * torch.rand(40, 40, 1, generator=g).exp()
+    export_onnx(program_of(Quantizer(None, None, 0, 0), x[:2, :7].contiguous(), outputs=2), tmp_path / "q.onnx")
+    codes, scale = run(session(tmp_path / "q.onnx"), x)
+    want_codes, want_scale = quantize_rows_reference(x, None, None, 0, 0)
+    assert torch.equal(codes, want_codes) and torch.equal(scale, want_scale)
+    absmax = x.abs().amax(-1)
+    twice = torch.round(x * (absmax.reciprocal() * 127.0).unsqueeze(-1)).to(torch.int8)
+    assert not torch.equal(twice, want_codes), "the sample must be able to show the fault"
+
+
 @pytest.mark.parametrize("block, points", [(16, 16), (32, 2), (128, 128), (128, 8)])
 def test_exact_rotation_gives_the_same_bits(tmp_path: Path, block: int, points: int) -> None:
     x = rows(384)
@@ -239,7 +252,7 @@ def test_weights_read_twice_are_stored_once(tmp_path: Path) -> None:
 def test_a_computed_weight_is_refused(tmp_path: Path) -> None:
     class Computed(Linear):
         def forward(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            return LINEAR(codes, scale, codes[0, :4], self.weight_scale, None)
+            return LINEAR(codes, scale, self.weight * codes.amax(), self.weight_scale, None)
 
     module = Computed(torch.zeros(4, 16, dtype=torch.int8), torch.ones(4), None)
     x = torch.zeros(2, 7, 16, dtype=torch.int8), torch.ones(2, 7)
