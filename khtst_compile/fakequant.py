@@ -1,4 +1,4 @@
-"""Run a whole program with its linear layers quantised in float: what a choice of factors does to the model's outputs."""
+"""Run a whole program with its linear layers quantized in float: what a choice of factors does to the model's outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OutputError:
         self.reference = [self._floats(program.run(batch)) for batch in batches]
 
     def __call__(self, treatments: Mapping[str, Treatment]) -> float:
-        """treatments: linear node name -> how it is treated; layers not named stay exact. Mean over outputs of ||y - ref||^2 / ||ref||^2."""
+        """treatments: linear node name -> how it is treated; others stay exact. Mean over outputs of ||y - ref||^2 / ||ref||^2."""
         weights = {name: fake_quantize_weight(t.weight(self.linears[name].weight)) for name, t in treatments.items()}
         read = {self.linears[name].x.name for name in treatments}
         error: dict[str, float] = {}

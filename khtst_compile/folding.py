@@ -1,12 +1,13 @@
 """Scaling an activation for free: the factor goes into the constants of the operation that makes it.
 
-Allowed only where nothing else can see the change: every reader of the activation, and of everything between it and the operation, is
+Allowed only where nothing else can see the change: every reader of the activation, and of all between it and the operation, is
 accounted for. That is read off the graph's users, never off names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -70,21 +71,17 @@ def _scaled(rewriter: Rewriter, node: fx.Node | None, scale: torch.Tensor, hint:
 
 def _into_norm(rewriter: Rewriter, node: fx.Node, scale: torch.Tensor, bias_at: int | None) -> bool:
     """layer_norm(x, shape, weight, bias, eps, ...) and rms_norm(x, shape, weight, eps)."""
-    args = [*node.args, None, None, None][: max(len(node.args), 4 if bias_at else 3)]
-    if list(args[1]) != [scale.numel()]:  # type: ignore[arg-type]
+    args: list[Any] = [*node.args, None, None, None][: max(len(node.args), 4 if bias_at else 3)]
+    if list(args[1]) != [scale.numel()]:
         return False
-    weight = (
-        rewriter.add_tensor(f"{node.name}_weight", scale)
-        if args[2] is None
-        else _scaled(rewriter, args[2], scale, f"{node.name}_weight")
-    )
+    hint = f"{node.name}_weight"
+    weight = rewriter.add_tensor(hint, scale) if args[2] is None else _scaled(rewriter, args[2], scale, hint)
     if weight is None:
         return False
     if bias_at is not None and args[bias_at] is not None:
-        bias = _scaled(rewriter, args[bias_at], scale, f"{node.name}_bias")  # type: ignore[arg-type]
-        if bias is None:
+        args[bias_at] = _scaled(rewriter, args[bias_at], scale, f"{node.name}_bias")
+        if args[bias_at] is None:
             return False
-        args[bias_at] = bias
     args[2] = weight
     node.args = tuple(args)
     return True

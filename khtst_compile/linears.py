@@ -75,7 +75,8 @@ class Linear:
 def find_linears(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[Linear]:
     """Every linear layer of `graph` in execution order, refused ones included; tensors: graph input name -> bound tensor.
 
-    What no output depends on is left out. A product of two computed matrices (attention) is not a linear layer; `linear` with a computed weight is one, refused.
+    What no output depends on is left out. A product of two computed matrices (attention) is not a linear layer;
+    `linear` with a computed weight is one, refused.
     """
     found = []
     live = _live(graph)

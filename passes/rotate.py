@@ -1,7 +1,7 @@
 """`rotate`: spread outliers over blocks of features with a Walsh-Hadamard transform, undone in the weight.
 
 linear(x, W, b) -> linear(khtst.rotate(x, block, points), W @ H / points, b), one `rotate` per activation. `w8a8` takes the
-transform into its quantiser, where it costs block * log2(points) additions a token and block.
+transform into its quantizer, where it costs block * log2(points) additions a token and block.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 linear(x, W, b) -> linear(x * inv_s, W * s, b), one `inv_s` per activation, shared by every linear layer that reads it. Where all
 readers of the operation that makes x are such layers, `inv_s` goes into that operation's own constants and no multiply remains; else
-`w8a8` takes the multiply into its quantiser.
+`w8a8` takes the multiply into its quantizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Smooth:
     name: ClassVar[str] = "smooth"
 
     alpha: float | str = "trust"
-    lr: float = 1.0
+    lr: float = 10.0
     e0: float = 0.1
     tau: float = 0.98
     entropy: float = 0.0

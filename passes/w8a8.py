@@ -1,8 +1,8 @@
 """`w8a8`: linear layers to int8 weights and int8 activations.
 
 linear(chain(x), W, b) -> w8a8_linear(codes, scale, Wq, Ws, b), with `codes, scale = quantize_rows(x, ...)`. The chain is an optional
-multiply by a constant vector (a smoothing factor, an RMSNorm weight) and an optional rotation; both move into the quantiser. Layers
-that read one activation share one quantiser.
+multiply by a constant vector (a smoothing factor, an RMSNorm weight) and an optional rotation; both move into the quantizer. Layers
+that read one activation share one quantizer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class W8A8:
                 "static activation scales come from calibration and the program was never calibrated; give data, or use dynamic"
             )
         if not find_linears(program.graph, program.tensors()):
-            raise PassError("no linear layer with a constant weight is in the graph, so there is nothing to quantise")
+            raise PassError("no linear layer with a constant weight is in the graph, so there is nothing to quantize")
 
     def run(self, program: Program) -> Outcome:
         rewriter = Rewriter(program)
@@ -66,25 +66,27 @@ class W8A8:
                 chosen.append((linear, scale))
             else:
                 skipped.append(Skipped(site, reason))
-        quantisers: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        quantizers: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         details: dict[str, Any] = {}
         for linear, scale in chosen:
-            if linear.x not in quantisers:
-                quantisers[linear.x] = _quantiser(rewriter, linear, scale)
-            details[_free_key(details, site_of(linear.node))] = _replace(rewriter, linear, *quantisers[linear.x])
+            if linear.x not in quantizers:
+                quantizers[linear.x] = _quantizer(rewriter, linear, scale)
+            details[_free_key(details, site_of(linear.node))] = _replace(rewriter, linear, *quantizers[linear.x])
         return Outcome(rewriter.finish(), len(chosen), tuple(skipped), details)
 
     def ensures(self, before: Program, after: Program) -> None:
         made = list(call_nodes(after.graph, khtst.w8a8_linear.default))
         bound = after.tensors()
         for node in made:
-            codes = bound[node.args[2].name]  # type: ignore[union-attr]
+            weight = node.args[2]
+            assert isinstance(weight, fx.Node)
+            codes = bound[weight.name]
             if codes.dtype is not torch.int8 or int(codes.min()) < -127:
                 raise PassError(f"linear {site_of(node)!r}: its weight codes are not int8 in [-127, 127]")
         total = len(find_linears(before.graph, before.tensors()))
         left = len(find_linears(after.graph, after.tensors()))
         if total != left + len(made) - len(list(call_nodes(before.graph, khtst.w8a8_linear.default))):
-            raise PassError(f"{total} linear layers went in, {len(made)} quantised and {left} float32 came out")
+            raise PassError(f"{total} linear layers went in, {len(made)} quantized and {left} float32 came out")
 
     def _reason_to_keep(self, linear: Linear, site: str) -> str | None:
         """Why this layer stays float32, or None. Raises PassError where its weight is not finite."""
@@ -92,7 +94,7 @@ class W8A8:
             return "kept float32 as asked"
         if linear.refusal is not None:
             return f"kept float32: {linear.refusal}"
-        outputs, features = linear.weight.shape
+        features = linear.weight.shape[1]
         if features < self.min_features:
             return f"kept float32: {features} input features are fewer than min_features={self.min_features}"
         if features > MAX_FEATURES:
@@ -117,7 +119,7 @@ class W8A8:
 
 @dataclass(frozen=True, eq=False)
 class _Chain:
-    """What a quantiser takes in: source, the activation it reads; inv_smooth: constant node (features,) or None; block, points: the
+    """What a quantizer takes in: source, the activation it reads; inv_smooth: constant node (features,) or None; block, points: the
     rotation or 0, 0; rotated_from: the node under the rotation, where there is one."""
 
     source: fx.Node
@@ -138,7 +140,7 @@ class _Chain:
         return _Chain(source, constant, block, points, inner if block else None)
 
 
-def _quantiser(rewriter: Rewriter, linear: Linear, scale: torch.Tensor | None) -> tuple[fx.Node, fx.Node]:
+def _quantizer(rewriter: Rewriter, linear: Linear, scale: torch.Tensor | None) -> tuple[fx.Node, fx.Node]:
     """codes and scale nodes for the activation of `linear`."""
     chain = _Chain.above(rewriter, linear.x)
     given = None if scale is None else rewriter.add_tensor(f"{site_of(linear.node)}_scale", scale)
@@ -155,15 +157,15 @@ def _free_key(taken: dict[str, Any], site: str) -> str:
 def _replace(rewriter: Rewriter, linear: Linear, codes: fx.Node, scale: fx.Node) -> dict[str, Any]:
     """Put the int8 layer in the place of `linear`; returns facts about it."""
     site = site_of(linear.node)
-    quantised, scales = quantize_weight(linear.weight)
-    error = (dequantize_weight(quantised, scales) - linear.weight).double().square().sum() / linear.weight.double().square().sum()
-    weight_node = rewriter.add_tensor(f"{site}_int8", quantised)
+    quantized, scales = quantize_weight(linear.weight)
+    error = (dequantize_weight(quantized, scales) - linear.weight).double().square().sum() / linear.weight.double().square().sum()
+    weight_node = rewriter.add_tensor(f"{site}_int8", quantized)
     scale_node = rewriter.add_tensor(f"{site}_weight_scale", scales)
     args = (codes, scale, weight_node, scale_node, linear.bias)
     node = rewriter.call(khtst.w8a8_linear.default, *args, before=linear.node)
-    quantiser = codes.args[0]
-    assert isinstance(quantiser, fx.Node)
-    _, inv_smooth, static, block, points = quantiser.args
+    quantizer = codes.args[0]
+    assert isinstance(quantizer, fx.Node)
+    _, inv_smooth, static, block, points = quantizer.args
     rewriter.replace(linear.node, node)
     return {
         "in": linear.weight.shape[1],

@@ -33,7 +33,7 @@ def rotate_columns(weight: torch.Tensor, block: int, points: int) -> torch.Tenso
 
 
 def rotate_blocks(x: torch.Tensor, block: int, points: int, scale: float = 1.0) -> torch.Tensor:
-    """x: (..., features) -> `scale * x @ H`, same shape; differentiable and quick, but with the additions in another order than the
-    operator's, so equal to it only up to float rounding. For estimating errors."""
+    """x: (..., features) -> `scale * x @ H`, same shape, differentiable. For estimating errors: the additions come in another order
+    than the operator's, so the two agree only up to float rounding."""
     h = hadamard(block, points, x.dtype) * scale
     return (x.reshape(-1, block) @ h).reshape(x.shape)

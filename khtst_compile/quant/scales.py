@@ -1,4 +1,4 @@
-"""Symmetric int8 scales, and values rounded to the grid those scales span ("fake quantised").
+"""Symmetric int8 scales, and values rounded to the grid those scales span ("fake quantized").
 
 Weights have one scale per output channel, activations one per token (row). 127 levels each side; halves round to even.
 """
@@ -35,7 +35,7 @@ def round_straight_through(x: torch.Tensor) -> torch.Tensor:
 
 
 def fake_quantize_weight(weight: torch.Tensor) -> torch.Tensor:
-    """weight: (out_features, in_features) -> the values its int8 codes stand for. Differentiable, straight through the rounding."""
+    """weight: (out_features, in_features) -> the values its int8 codes stand for. Differentiable, straight through rounding."""
     scales = weight_scales(weight).unsqueeze(1)
     return round_straight_through(weight / scales) * scales
 

@@ -1,4 +1,4 @@
-"""SmoothQuant factors, and the error that quantising a group of linear layers leaves for a given factor.
+"""SmoothQuant factors, and the error that quantizing a group of linear layers leaves for a given factor.
 
 `s_j = max_i |X_ij|^alpha / max_o |W_oj|^(1 - alpha)` (Xiao et al. 2023, eq. 4); `X / s` and `W * s` have the same product.
 Layers that read one activation share `s`: their weight maxima are joint.
@@ -16,7 +16,7 @@ from khtst_compile.quant.scales import fake_quantize_rows, fake_quantize_weight
 FLOOR = 1e-8  # maxima below this count as this: keeps powers and their gradients finite
 GRAD_FLOOR = 1e-4  # share of the mean squared sensitivity that every entry keeps, so that no error is free
 MAX_ROWS = 256  # tokens of each half an error is measured on
-MAX_OUTPUTS = 512  # output channels per group an error is measured on; channels are quantised independently of each other
+MAX_OUTPUTS = 512  # output channels per group an error is measured on; channels are quantized independently of each other
 
 
 def weight_maxima(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +42,7 @@ def zero_channels(x_max: torch.Tensor) -> int:
 
 
 def error_weights(outputs: torch.Tensor, grads: torch.Tensor | None) -> torch.Tensor:
-    """outputs Y, grads g: (tokens, channels) -> weights v of that shape with `sum(v * Y^2) = 1`: the error is `sum(v * (Yq - Y)^2)`.
+    """outputs Y, grads g: (tokens, channels) -> v of that shape with `sum(v * Y^2) = 1`: an error is `sum(v * (Yq - Y)^2)`.
 
     With grads v is proportional to g^2 (floored, and uniform where g vanishes): what an output error does to the model's output.
     Without, every entry weighs the same: the layer's own relative error.
@@ -58,7 +58,7 @@ def error_weights(outputs: torch.Tensor, grads: torch.Tensor | None) -> torch.Te
 
 
 class GroupObjective:
-    """The error of quantising linear layers that share an activation, as a function of their smoothing factor.
+    """The error of quantizing linear layers that share an activation, as a function of their smoothing factor.
 
     rows: (n, features) tokens to fit on, held: (m, features) tokens to judge on; weights: each (out_i, features);
     grads, held_grads: one (n | m, out_i) per weight, or None to weigh by the layers' own relative error;
@@ -104,5 +104,5 @@ class GroupObjective:
 
 
 def _spread(count: int, most: int) -> torch.Tensor:
-    """At most `most` indices below `count`, evenly spread: the reservoir and the channels have no order that this could follow."""
+    """At most `most` indices below `count`, evenly spread; neither tokens kept nor channels have an order to follow."""
     return torch.arange(count) if count <= most else torch.linspace(0, count - 1, most).round().long()

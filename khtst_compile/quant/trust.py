@@ -1,4 +1,4 @@
-"""The trust-guided search for a group's smoothing strength alpha. Pure: it sees a function of alpha and nothing of graphs or layers.
+"""The trust-guided search for a group's smoothing strength alpha. Pure: it sees a function of alpha, nothing of graphs or layers.
 
 alpha = sigmoid(eta), kept in [0.01, 0.99]
 trust     h = exp(-E / e0) * b(alpha)
@@ -6,7 +6,7 @@ objective L = log E - entropy * H(alpha)        (H the binary entropy; the logar
 step      eta <- eta - rate * (1 - h) * dL/deta (rate grows while L falls, shrinks and steps back when it rises)
 
 A descent stops when h > tau or when E no longer moves relative to itself. The error has more than one valley in alpha, so several
-starts are looked at first; "no smoothing" is a candidate. The result is the best candidate on held-out tokens, never the last one,
+starts are looked at first; "no smoothing" is a candidate. The result is the best candidate on held-out tokens, never the last,
 and the error reported is the one measured at it.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 LOW, HIGH = 0.01, 0.99
-STARTS = (0.5, 0.75, 0.25)  # alpha = 0.5, SmoothQuant's default, first: the result is never worse than it
+STARTS = (0.5, 0.85, 0.2)  # alpha = 0.5, SmoothQuant's default, first: the result is never worse than it
 MARGIN = 0.002  # relative; a candidate has to beat "no smoothing" by more than this to be worth a factor
 GROW, SHRINK = 1.6, 0.35  # of the step: up after a step that helped, down after one that did not
 LONGEST = 1.0  # of one step in eta; at alpha = 0.5 that is 0.23 in alpha
@@ -29,10 +29,10 @@ Evaluate = Callable[[torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class TrustOptions:
-    """lr: first step rate; e0: error at which trust falls to 1/e; tau: trust at which a descent stops; entropy: weight of H(alpha);
-    balance: "peak" or "monotone"; max_evals: error evaluations in all; stall: relative change of E that ends a descent."""
+    """lr: first step rate, in eta; e0: error at which trust falls to 1/e; tau: trust at which a descent stops; entropy: weight of
+    H(alpha); balance: "peak" or "monotone"; max_evals: error evaluations in all; stall: relative change of E that ends a descent."""
 
-    lr: float = 1.0
+    lr: float = 10.0
     e0: float = 0.1
     tau: float = 0.98
     entropy: float = 0.0
@@ -53,8 +53,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: the candidate chosen; none: no smoothing; half: alpha = 0.5; start: the start its descent began from; evals: how often
-    the error was evaluated; tried: every candidate in the order it was evaluated."""
+    """best: the candidate chosen; none: no smoothing; half: alpha = 0.5; start: the start that best descends from; evals: error
+    evaluations spent; tried: every candidate in the order it was evaluated."""
 
     best: Candidate
     none: Candidate
@@ -65,8 +65,8 @@ class SearchResult:
 
 
 def balance(alpha: torch.Tensor, form: str = "peak") -> torch.Tensor:
-    """b(alpha): "peak" is 4 alpha (1 - alpha), 1 at one half and 0 at both ends; "monotone" is sigmoid(4 (alpha - 1/2)), the form of the
-    first implementation, kept for comparison: it is 0.5 at one half, so trust there never passes 0.5. Raises KeyError otherwise."""
+    """b(alpha): "peak" is 4 alpha (1 - alpha), 1 at one half and 0 at both ends; "monotone" is sigmoid(4 (alpha - 1/2)), kept for
+    comparison: it is 0.5 at one half, so trust there never passes 0.5. Raises KeyError for another name."""
     return BALANCES[form](alpha)
 
 
