@@ -69,7 +69,7 @@ class Rotation:
     points: int = 128
 
     def __post_init__(self) -> None:
-        if self.block not in (16, 32, 64, 128) or self.points not in (self.block, self.block // 16):
+        if self.block not in (16, 32, 64, 128) or self.points not in {self.block, max(2, self.block // 16)}:
             raise LoweringError(
                 f"rotation: block {self.block}, points {self.points}; needed a block of 16, 32, 64 or 128 "
                 "and points equal to block or to block / 16"
