@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -25,13 +26,15 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.rows import each_vector, fixed, round_up, save
-from khtst_compile.targets.kernels.softmax import exp_nonpositive
+from khtst_compile.targets.kernels.softmax import exp_nonpositive, exp_nonpositive_reference, padded, sum_reference
 from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,
+    Floats,
     across,
     f32,
     fma,
+    fma_reference,
     keep,
     lanes_of,
     shuffle2,
@@ -204,7 +207,7 @@ def _task(spec: Attention, flat: dict[str, Expr], b: Expr, h: Expr, first: Expr,
         mask_base = mask_base * (queries if spec.mask.query else 1) * keys
 
     # TVM hoists allocations, so their sizes may only use the kernel's own dimensions.
-    padded = T.ceildiv(keys, T.int64(LANES)) * LANES
+    length = T.ceildiv(keys, T.int64(LANES)) * LANES
 
     def scratch(size: Expr) -> Expr:
         memory = T.alloc_buffer((size,), "float32", scope="global")
@@ -219,10 +222,10 @@ def _task(spec: Attention, flat: dict[str, Expr], b: Expr, h: Expr, first: Expr,
         v_base=fixed(b * keys * spec.v.row + kv_head * d + spec.v.offset),
         out_base=fixed(b * queries * (spec.heads * d) + h * d),
         mask_base=fixed(mask_base),
-        keys_packed=scratch(padded * d),
+        keys_packed=scratch(length * d),
         values_packed=scratch(keys * round_up(d)),
-        scores=scratch(padded * spec.tiles[0]),
-        bias=scratch(padded),
+        scores=scratch(length * spec.tiles[0]),
+        bias=scratch(length),
     )
     _pack_keys(spec, task)
     _pack_values(spec, task)
@@ -424,3 +427,36 @@ def _values(
     width = spec.heads * spec.head_dim
     for i, a in enumerate(acc):
         save(task.flat["out"], a[span(0)] * splat(inverse[i]), task.out_base + (row + i) * width + off, valid)
+
+
+def reference(spec: Attention, q: Floats, k: Floats, v: Floats, mask: npt.NDArray[np.generic] | None = None) -> Floats:
+    """What the kernel computes, to the bit; arguments and result as the kernel's."""
+    parts = []
+    for array, operand, heads in ((q, spec.q, spec.heads), (k, spec.k, spec.groups), (v, spec.v, spec.groups)):
+        used = array[..., operand.offset : operand.offset + heads * spec.head_dim]
+        part = used.reshape(*array.shape[:2], heads, spec.head_dim).transpose(0, 2, 1, 3)
+        parts.append(np.repeat(part, spec.heads // heads, axis=1))
+    queries, keys, values = parts
+    bias = np.zeros((1, 1, 1, k.shape[1]), np.float32)
+    if mask is not None:
+        bias = mask.astype(np.float32) if spec.mask is None or spec.mask.dtype == "float32" else _bias_of(mask)
+    if spec.causal:
+        earlier = np.arange(k.shape[1]) <= np.arange(q.shape[1])[:, None]
+        bias = np.where(earlier, bias, np.float32(-np.inf))
+    with np.errstate(all="ignore"):
+        dots = np.zeros((*queries.shape[:3], keys.shape[2]), np.float32)
+        for d in range(spec.head_dim):
+            dots = fma_reference(queries[..., d, None], keys[..., None, :, d], dots)
+        s = padded(fma_reference(dots, np.float32(spec.scale), np.broadcast_to(bias, dots.shape)), -np.inf)
+        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        p = exp_nonpositive_reference(s - np.where(np.isneginf(top), np.float32(0), top))
+        sums = sum_reference(p)
+        out = np.zeros(queries.shape, np.float32)
+        for j in range(keys.shape[2]):
+            out = fma_reference(p[..., j, None], values[..., None, j, :], out)
+        out = out * np.where(sums == 0, np.float32(0), np.float32(1) / sums)
+    return out.transpose(0, 2, 1, 3).reshape(*q.shape[:2], spec.heads * spec.head_dim)
+
+
+def _bias_of(mask: npt.NDArray[np.generic]) -> Floats:
+    return np.where(mask, np.float32(0), np.float32(-np.inf))
