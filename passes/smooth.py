@@ -86,7 +86,7 @@ class Smooth:
                 choice, site = chosen[x], site_of(members[0].node)
                 folded = None
                 if choice.alpha is None:
-                    skipped.append(Skipped(site, "not smoothed: held-out error is lower without"))
+                    skipped += [Skipped(site_of(m.node), "not smoothed: held-out error is lower without") for m in members]
                 else:
                     folded, stats = _apply(rewriter, x, members, choice.factor, stats, self.fold)
                     changed += len(members)
