@@ -27,6 +27,7 @@ __all__ = [
     "Program",
     "Rewriter",
     "TensorSpec",
+    "arguments",
     "call_nodes",
     "check_program",
     "placeholders",
@@ -120,6 +121,22 @@ def site_of(node: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """The line of model code a node came from ("modeling_bert.py:316: self.self(...)"), or its name where that was not recorded."""
+    frame = _model_frame(node)
+    return f"{frame[0]}:{frame[1]}: {frame[2]}".rstrip(": ") if frame else str(node.name)
+
+
+def shorten_traces(program: Program) -> None:
+    """Keep of each node's stack trace the one line `source_line` shows, without the folders of the machine it was made on."""
+    for node in program.graph.nodes:
+        frame = _model_frame(node)
+        if frame is not None:
+            node.meta["stack_trace"] = f'File "{frame[0]}", line {frame[1]}, in forward\n    {frame[2]}'
+        else:
+            node.meta.pop("stack_trace", None)
+
+
+def _model_frame(node: fx.Node) -> tuple[str, str, str] | None:
+    """(file name, line number, code) of the innermost frame outside torch."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     for at in range(len(lines) - 1, -1, -1):
         line = lines[at]
@@ -127,8 +144,13 @@ def source_line(node: fx.Node) -> str:
             _, path, rest = line.split('"', 2)
             number = rest.split("line", 1)[1].split(",")[0].strip()
             code = lines[at + 1] if at + 1 < len(lines) and not lines[at + 1].startswith("File") else ""
-            return f"{path.rsplit('/', 1)[-1]}:{number}: {code}".rstrip(": ")
-    return node.name
+            return path.rsplit("/", 1)[-1], number, code
+    return None
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """A node's positional arguments, untyped: an operator's schema says what each one is."""
+    return tuple(node.args)
 
 
 def call_nodes(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:

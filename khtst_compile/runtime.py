@@ -45,14 +45,34 @@ def _check_machine(folder: artifact.Folder) -> None:
         )
 
 
-class Artifact:
-    """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes; calls from several threads are serialized."""
+class Engine:
+    """A compiled library with its weights: named functions on arrays. Calls are serialized: the VM keeps state while it runs."""
 
-    def __init__(self, folder: artifact.Folder, threads: int | None):
+    def __init__(self, library: Path, weights: list[Array], threads: int):
         import tvm
         import tvm_ffi
         from tvm import relax
 
+        self._tvm, self._lock = tvm, threading.Lock()
+        self._arrays = weights  # kernels read these in place
+        self._weights = tvm_ffi.convert([_tensor(tvm, a) for a in weights])
+        configure_threads(threads)
+        try:
+            self._vm = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        except (OSError, RuntimeError) as error:
+            raise ArtifactError(f"{library}: cannot be loaded ({error}); make the artifact again") from error
+
+    def call(self, function: str, arrays: list[Array]) -> list[Array]:
+        """Run `function` ("main" or "taps") and return what it returns."""
+        with self._lock:
+            results = self._vm[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
+            return [r.numpy() for r in results]
+
+
+class Artifact:
+    """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes. Calls from several threads are serialized."""
+
+    def __init__(self, folder: artifact.Folder, threads: int | None):
         self.folder = folder
         self.manifest = folder.manifest
         self.inputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["inputs"])
@@ -60,41 +80,30 @@ class Artifact:
         self.threads = threads if threads is not None else cpu.usable_cores()
         if self.threads < 1:
             raise UsageError(f"threads is {threads}; needed: at least 1")
-        self._lock = threading.Lock()
-        self._tvm = tvm
-        self._arrays = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
-        self._weights = tvm_ffi.convert([_tensor(tvm, a) for a in self._arrays])
-        configure_threads(self.threads)
-        try:
-            module = tvm.runtime.load_module(str(folder.file(LIBRARY)))
-            self._vm = relax.VirtualMachine(module, tvm.cpu())
-        except (OSError, RuntimeError) as error:
-            raise ArtifactError(f"{folder.path}: {LIBRARY} cannot be loaded ({error}); make the artifact again") from error
-        self._main, self._taps = self._vm["main"], self._vm["taps"]
+        weights = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
+        self._engine = Engine(folder.file(LIBRARY), weights, self.threads)
 
     @property
     def path(self) -> Path:
+        """The folder it was loaded from."""
         return self.folder.path
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """inputs: name -> array of the dtype and shape in `self.inputs` -> outputs by name. Raises UsageError naming the input at fault."""
-        results = self._call(self._main, inputs)
-        return {s.name: r.numpy() for s, r in zip(self.outputs, results, strict=True)}
+        results = self._engine.call("main", self._check(inputs))
+        return {s.name: r for s, r in zip(self.outputs, results, strict=True)}
 
     def run_with_taps(self, inputs: dict[str, Array]) -> tuple[dict[str, Array], list[Array]]:
         """As `run`, and after it what every kernel wrote, in the order of manifest["taps"]; codes as int8 of logical width."""
-        results = self._call(self._taps, inputs)
+        results = self._engine.call("taps", self._check(inputs))
         count = len(self.outputs)
-        outputs = {s.name: r.numpy() for s, r in zip(self.outputs, results[:count], strict=True)}
+        outputs = {s.name: r for s, r in zip(self.outputs, results[:count], strict=True)}
         offset = int(self.manifest["target"]["codes_offset"])
-        taps = [_logical(t, r.numpy(), offset) for t, r in zip(self.manifest["taps"], results[count:], strict=True)]
-        return outputs, taps
+        taps = zip(self.manifest["taps"], results[count:], strict=True)
+        return outputs, [logical(t["kind"], t["features"], r, offset) for t, r in taps]
 
-    def _call(self, function: Any, inputs: dict[str, Array]) -> list[Any]:
-        arrays = check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
-        with self._lock:
-            results = function(*(_tensor(self._tvm, a) for a in arrays), self._weights)
-        return [results] if not hasattr(results, "__len__") or hasattr(results, "numpy") else list(results)
+    def _check(self, inputs: dict[str, Array]) -> list[Array]:
+        return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
 
 
 def configure_threads(threads: int) -> None:
@@ -114,7 +123,8 @@ def _tensor(tvm: Any, array: Array) -> Any:
     return tvm.runtime.from_dlpack(array)
 
 
-def _logical(tap: dict[str, Any], value: Array, offset: int) -> Array:
-    if tap["kind"] != "codes":
+def logical(kind: str, features: int | None, value: Array, offset: int) -> Array:
+    """A tap as its operator means it: stored codes lose their padding and offset and become int8; the rest is as it is."""
+    if kind != "codes":
         return value
-    return (value[..., : tap["features"]].astype(np.int16) - offset).astype(np.int8)
+    return (value[..., :features].astype(np.int16) - offset).astype(np.int8)

@@ -62,7 +62,9 @@ def build(module: Any, target: Target) -> Any:
         try:
             return relax.build(module, target=chip, relax_pipeline=tvm.transform.Sequential([]))
         except (RuntimeError, ValueError, TypeError) as error:
-            raise LoweringError(f"TVM cannot compile this program for {target.name}: {str(error).strip().splitlines()[-1]}") from error
+            raise LoweringError(
+                f"TVM cannot compile this program for {target.name}: {str(error).strip().splitlines()[-1]}"
+            ) from error
 
 
 def export_library(executable: Any, path: Path) -> None:

@@ -6,7 +6,6 @@ changes what is computed beyond the order of float operations inside one fused o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,13 @@ _ACTIVATION_NODES: dict[Any, Callable[[fx.Node], str]] = {
 }
 
 
-def fuse(program: Program) -> tuple[Program, dict[str, int]]:
-    """Returns the rewritten program and how often each rule applied."""
+def fuse(program: Program, rules: dict[str, Rule] | None = None) -> tuple[Program, dict[str, int]]:
+    """Apply `rules` (default: all, RULES). Returns the rewritten program and how often each rule applied."""
     rewriter = Rewriter(program)
-    counts = {name: rule(rewriter) for name, rule in RULES.items()}
+    counts = {}
+    for name, rule in (RULES if rules is None else rules).items():
+        counts[name] = rule(rewriter)
+        rewriter.graph.eliminate_dead_code()  # a view that nothing reads would still count as a reader
     return rewriter.finish(), counts
 
 
@@ -144,7 +146,7 @@ def fuse_activations(rw: Rewriter) -> int:
     return count
 
 
-def fuse_linears(rw: Rewriter) -> int:
+def fuse_linears(rw: Rewriter, activations: bool = True) -> int:
     """Linears, with the activation and the residual addition that follow them, -> khtst::w8a8_gemm or khtst::linear."""
     count = 0
     for node in list(call_nodes(rw.graph, khtst.w8a8_linear.default, aten.linear.default)):
@@ -152,7 +154,7 @@ def fuse_linears(rw: Rewriter) -> int:
         operands = list(node.args) + [None] * ((5 if quantized else 3) - len(node.args))
         if not quantized and (rw.value(operands[1]) is None or node.meta["val"].dtype is not torch.float32):  # type: ignore[arg-type]
             continue
-        last, act = _take_activation(node)
+        last, act = _take_activation(node) if activations else (node, "none")
         last, residual = _take_residual(rw, last)
         target = khtst.w8a8_gemm.default if quantized else khtst.linear.default
         new = rw.call(target, *operands, act, residual, before=last, like=node)
@@ -200,7 +202,7 @@ def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
 
 def _merged_heads(rw: Rewriter, value: fx.Node, before: fx.Node) -> fx.Node:
     """(batch, heads, length, head_dim) -> (batch, length, heads * head_dim), undoing a view + transpose where that made it."""
-    b, h, s, d = value.meta["val"].shape
+    _, h, _, d = value.meta["val"].shape
     if value.target is aten.transpose.int and set(value.args[1:]) in ({1, 2}, {-3, -2}):
         view = value.args[0]
         if isinstance(view, fx.Node) and view.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
@@ -235,9 +237,9 @@ def _replace_merged(rw: Rewriter, old: fx.Node, new: fx.Node, heads: tuple[int, 
         if user.meta["val"].dim() == 3:
             break
     transposes = [n for n in chain if n.target is aten.transpose.int]
-    b, s, width = new.meta["val"].shape
     merged = tuple(chain[-1].meta["val"].shape)
-    if len(transposes) == 1 and set(transposes[0].args[1:]) in ({1, 2}, {-3, -2}) and merged == (b, s, width):
+    swaps_heads = len(transposes) == 1 and set(transposes[0].args[1:]) in ({1, 2}, {-3, -2})
+    if swaps_heads and merged == tuple(new.meta["val"].shape):
         chain[-1].replace_all_uses_with(new)
         for n in reversed(chain):
             rw.graph.erase_node(n)
@@ -265,16 +267,16 @@ def _shift_attention(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> 
     offsets = list(args[7])  # type: ignore[arg-type]
     for i in range(3):
         if args[i] is old:
-            args[i], offsets[i] = new, offsets[i] + offset  # type: ignore[operator]
+            args[i], offsets[i] = new, offsets[i] + offset
     args[7] = offsets
     user.args = tuple(args)
 
 
-RULES: dict[str, Callable[[Rewriter], int]] = {
+Rule = Callable[[Rewriter], int]
+RULES: dict[str, Rule] = {
     "attention": fuse_attention,
     "projections": merge_projections,
     "norms": fuse_norms,
     "activations": fuse_activations,
     "linears": fuse_linears,
 }
-_ = operator

@@ -33,7 +33,7 @@ def _dynamic_slice(node: fx.Node, importer: Any) -> Any:
     step = node.args[4] if len(node.args) > 4 else 1
     if isinstance(size, int) or not isinstance(start, int) or start < 0 or step != 1:
         return importer._slice(node)
-    end = importer.env[node.args[3]] if isinstance(node.args[3], fx.Node) else node.args[3]  # type: ignore[index]
+    end = importer.env[node.args[3]] if isinstance(node.args[3], fx.Node) else node.args[3]
     index = importer.block_builder.emit(relax.op.arange(start, end, 1, dtype="int32"))
     return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="fast"))
 

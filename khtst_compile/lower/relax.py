@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
-import tvm
 from torch import fx
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from tvm import relax
@@ -25,7 +22,7 @@ from tvm.relax.frontend.torch import from_exported_program
 from khtst_compile.errors import LoweringError
 from khtst_compile.lower.fuse import fuse
 from khtst_compile.lower.importer import CONVERTERS, prepare
-from khtst_compile.program import Program, Rewriter, site_of, source_line
+from khtst_compile.program import Program, Rewriter, arguments, site_of, source_line
 from khtst_compile.targets.contract import KernelCall, Target, array
 
 INLINE_BYTES = 64  # constants up to this size stay in the module
@@ -35,7 +32,8 @@ INLINE_BYTES = 64  # constants up to this size stay in the module
 class Tap:
     """One value a kernel wrote. node: the fused graph's node; output: index in its result; site: where it is in the model.
 
-    kind: "codes" (int8 codes in the target's storage), "scale" or "float"; features: logical last axis (codes may be padded).
+    kind: "codes" (int8 codes in the target's storage), "scale" or "float"; features: logical last axis (codes may be padded);
+    act: the activation inside the operator, "none" where it has none.
     """
 
     node: str
@@ -44,39 +42,50 @@ class Tap:
     operator: str
     kind: str
     features: int | None
+    act: str = "none"
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """module: Relax and TIR, not yet scheduled; weights: the arrays of the tuple argument; taps: in the order `taps` returns them.
-
-    program: the fused program the module was made from; fused: how often each fusion rule applied.
-    """
+    """module: Relax and TIR, not yet scheduled; weights: the arrays of its tuple argument; macs: multiply-adds a row, by kernel."""
 
     module: Any
     weights: list[npt.NDArray[Any]]
-    taps: tuple[Tap, ...]
+    macs: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program in terms of kernels. program: fused and decomposed; taps: what its kernels write; fused: how often each rule applied."""
+
     program: Program
+    taps: tuple[Tap, ...]
     fused: dict[str, int]
 
 
-def to_relax(program: Program, target: Target) -> Lowered:
-    """Lower `program` for `target`. Raises LoweringError naming the operator and its source line where there is no way."""
+def kernel_graph(program: Program) -> Graph:
+    """The graph that gets lowered: the same for every target, so that a check needs no compiler."""
     fused, counts = fuse(program)
     ready = prepare(fused)
-    taps = _taps(fused, ready)
-    exported = _with_taps(ready, taps)
-    kernels = _KernelCalls(ready, target)
+    return Graph(ready, _taps(fused, ready), counts)
+
+
+def to_relax(graph: Graph, target: Target) -> Lowered:
+    """Lower for `target`. Raises LoweringError naming the operator and its source line where there is no way."""
+    program = graph.program
+    kernels = _KernelCalls(program, target)
     converters = {**CONVERTERS, **{f"{name}.default": kernels.convert for name in kernels.names}}
     try:
         module = from_exported_program(
-            exported, run_ep_decomposition=False, custom_convert_map=converters, unwrap_unit_return_tuple=False
+            _with_taps(program, graph.taps),
+            run_ep_decomposition=False,
+            custom_convert_map=converters,
+            unwrap_unit_return_tuple=False,
         )
-    except (AssertionError, ValueError, NotImplementedError, TypeError, KeyError, tvm.error.InternalError, RuntimeError) as error:
-        raise LoweringError(_explain(ready, error)) from error
-    module = _split_main(module, len(program.outputs))
-    module, weights = lift_weights(module)
-    return Lowered(module, weights, taps, ready, counts)
+    except (AssertionError, ValueError, NotImplementedError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise LoweringError(_explain(program, error)) from error
+    module, weights = lift_weights(_split_main(module, len(program.outputs)))
+    return Lowered(module, weights, kernels.macs)
 
 
 class _KernelCalls:
@@ -86,7 +95,7 @@ class _KernelCalls:
         self._rules = target.kernels()
         self._tensors = program.tensors()
         self._functions: dict[str, relax.GlobalVar] = {}
-        self._constants: dict[int, tuple[Any, relax.Constant]] = {}
+        self.macs: dict[str, int] = {}
         self.names = [name.partition(".")[2] for name in self._rules]
 
     def constant(self, node: Any) -> npt.NDArray[Any] | None:
@@ -109,6 +118,7 @@ class _KernelCalls:
             name = call.key
             func = call.func.with_attr("global_symbol", name).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
             self._functions[call.key] = builder.add_func(func, name)
+            self.macs[name] = call.macs
         operands = [importer.env[o] if isinstance(o, fx.Node) else relax.const(o) for o in call.operands]
         lead = list(operands[0].ty.shape.values)[:-1]
         infos = [relax.TensorType(lead if width is None else [*lead, width], dtype) for width, dtype in call.outputs]
@@ -134,11 +144,15 @@ def _taps(fused: Program, ready: Program) -> tuple[Tap, ...]:
         site = "+".join(origin.meta.get("khtst_sites", [site_of(origin)]))
         value = node.meta["val"]
         if isinstance(value, (tuple, list)):
-            for user in sorted((u for u in node.users if u.target is operator.getitem), key=lambda u: int(u.args[1])):
-                taps.append(_tap(user.name, int(user.args[1]), site, name, value[int(user.args[1])]))
+            for user in sorted((u for u in node.users if u.target is operator.getitem), key=lambda u: int(arguments(u)[1])):
+                taps.append(_tap(user.name, int(arguments(user)[1]), site, name, value[int(arguments(user)[1])]))
         else:
-            taps.append(_tap(node.name, 0, site, name, value))
+            taps.append(replace(_tap(node.name, 0, site, name, value), act=_activation(node)))
     return tuple(taps)
+
+
+def _activation(node: fx.Node) -> str:
+    return next((a for a in node.args if isinstance(a, str)), "none")
 
 
 def _tap(node: str, output: int, site: str, name: str, value: torch.Tensor) -> Tap:
@@ -226,8 +240,11 @@ def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
 
 
 def _explain(program: Program, error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"TVM's importer cannot take this model: {text[-1] if text else type(error).__name__}"
-
-
-_Converter = Callable[[fx.Node, Any], Any]
+    """What TVM's importer said, with the model's line where it names an operator of the graph."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    for node in program.graph.nodes:
+        name = str(node.target).removeprefix("aten.")
+        if node.op == "call_function" and name in text:
+            text += f"; it comes from {site_of(node)} ({source_line(node)})"
+            break
+    return f"TVM's importer cannot take this model: {text}; keep that part out of the exported module, or export to ONNX"

@@ -1,0 +1,307 @@
+"""The five steps a user takes: quantize, lower, export, verify, inspect. The command line calls these and prints."""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from khtst_compile import __version__, artifact
+from khtst_compile.errors import UsageError
+from khtst_compile.parity import ParityReport
+from khtst_compile.progress import NullProgress, Progress
+
+Array = npt.NDArray[Any]
+Report = Callable[[str], None]
+ProgressFactory = Callable[[int, str], AbstractContextManager[Progress]]
+PROGRAM, GOLDEN, TOKENIZER, ONNX_MODEL = "program.pt2", "golden.npz", "tokenizer", "model.onnx"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
+GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
+
+
+@dataclass(frozen=True)
+class Result:
+    """folder: the artifact (or file) written; manifest: its JSON; report: what was compared, if anything was; seconds: wall time."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    report: ParityReport | None
+    seconds: float
+
+
+def quantize(
+    source: Any,
+    output: str | Path,
+    *,
+    calib: Any = None,
+    recipe: str | None = None,
+    keep_fp32: Sequence[str] = (),
+    task: str | None = None,
+    shapes: dict[str, tuple[int, int]] | None = None,
+    random: bool = False,
+    limit: int = 256,
+    max_length: int = 128,
+    seed: int = 0,
+    dump: Path | None = None,
+    progress: ProgressFactory | None = None,
+    report: Report | None = None,
+) -> Result:
+    """Capture `source`, calibrate it, run the recipe and write a "quantized" artifact.
+
+    source: a Hugging Face folder, "package.module:factory", a .pt2 file, or a Program. calib: a file (see samples.load_samples) or Samples;
+    random: made-up samples instead, with a warning. recipe: text or a name (default: recipe.DEFAULT_RECIPE). keep_fp32: globs of sites
+    that stay float32. shapes: axis -> (min, max). limit, max_length: samples at most, tokens of each at most. dump: folder for the graph after
+    each pass. Raises KhtstError subclasses; nothing is left at `output` then.
+    """
+    from khtst_compile import recipe as recipes
+    from khtst_compile.calibrate import calibrate
+    from khtst_compile.capture import capture
+    from khtst_compile.contract import run_passes
+    from khtst_compile.program import Program
+    from khtst_compile.samples import Samples, load_samples
+
+    started, say = time.perf_counter(), report or _silent
+    text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
+    passes = [_keep(p, keep_fp32) for p in recipes.parse(text)]
+    with artifact.staging(Path(output)) as folder:
+        program = source if isinstance(source, Program) else capture(source, task=task, shapes=shapes, seed=seed)
+        say(f"captured {program.meta['source']}: {program.meta['parameters']:,} parameters, task {program.meta['task']}")
+        samples = calib if isinstance(calib, Samples) else None
+        if samples is None and (passes or calib is not None or random):
+            samples = load_samples(calib, program, limit=limit, max_length=max_length, seed=seed, random=random)
+        if samples is None:
+            samples = load_samples(None, program, limit=GOLDEN_SAMPLES, max_length=max_length, seed=seed, random=True)
+        if passes:
+            with _bar(progress, samples.count, "calibrate") as bar:
+                program = program.with_stats(calibrate(program, samples, seed=seed, progress=bar))
+            say(f"calibrated on {samples.count} samples ({samples.source})")
+        quantized = run_passes(program, passes, dump=dump, report=say)
+        golden, figures = _golden(program, quantized, samples)
+        manifest = {
+            "kind": "quantized",
+            "made_by": _made_by(),
+            "source": str(program.meta["source"]),
+            "recipe": recipes.render(passes),
+            "passes": [*quantized.history],
+            "inputs": [s.to_json() for s in program.inputs],
+            "outputs": [s.to_json() for s in program.outputs],
+            "axes": {k: list(v) for k, v in program.axes.items()},
+            "ranges": _id_ranges(quantized),
+            "golden": {"samples": samples.source, "accuracy": figures},
+            "meta": {**program.meta, "tokenizer": None, "calibration": samples.source, "seed": seed},
+        }
+        _copy_tokenizer(program.meta.get("tokenizer"), folder)
+        save_program(quantized, folder / PROGRAM)
+        np.savez(folder / GOLDEN, **golden)  # type: ignore[arg-type]
+        artifact.write_manifest(folder, manifest)
+    seconds = time.perf_counter() - started
+    return Result(Path(output).absolute(), artifact.read(output).manifest, None, seconds)
+
+
+def lower(
+    quantized: str | Path,
+    output: str | Path,
+    *,
+    target: str = "x86",
+    report: Report | None = None,
+    progress: ProgressFactory | None = None,
+) -> Result:
+    """Compile a "quantized" artifact for a target and write a "library" artifact, having compared every kernel with torch.
+
+    Where the target cannot run on this machine, golden values come from a variant that can: all give the same bits.
+    """
+    from khtst_compile.lower.compile import compile_program
+
+    started, say = time.perf_counter(), report or _silent
+    source = artifact.read(quantized, kind="quantized")
+    with artifact.staging(Path(output)) as folder, _bar(progress, 4, "lower") as bar:
+        program = load_program(source)
+        manifest, checked = compile_program(program, source, folder, target, say, bar)
+        _copy_tokenizer(source.path / TOKENIZER, folder)
+        artifact.write_manifest(folder, {**manifest, "made_by": _made_by()})
+    return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
+
+
+def export(
+    quantized: str | Path,
+    output: str | Path,
+    *,
+    format: str = "onnx",
+    opset: int = 20,
+    rotation: str = "matmul",
+    report: Report | None = None,
+) -> Result:
+    """Write a "quantized" artifact as ONNX: a bare file where `output` ends in .onnx, else an artifact folder that `verify` takes."""
+    from khtst_compile.lower.onnx import export_onnx
+
+    if format != "onnx":
+        raise UsageError(f"export: format is {format!r}; needed: onnx")
+    started, say = time.perf_counter(), report or _silent
+    source = artifact.read(quantized, kind="quantized")
+    program, output = load_program(source), Path(output)
+    if output.suffix == ".onnx":
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        export_onnx(program, output, opset=opset, rotation=rotation, report=say)
+        return Result(output.absolute(), source.manifest, None, time.perf_counter() - started)
+    with artifact.staging(output) as folder:
+        export_onnx(program, folder / ONNX_MODEL, opset=opset, rotation=rotation, report=say)
+        kept = ("source", "recipe", "passes", "inputs", "outputs", "axes", "ranges", "golden", "meta")
+        manifest = {"kind": "onnx", "opset": opset, "made_by": _made_by(), **{k: source.manifest[k] for k in kept}}
+        (folder / GOLDEN).write_bytes(source.file(GOLDEN).read_bytes())
+        _copy_tokenizer(source.path / TOKENIZER, folder)
+        artifact.write_manifest(folder, manifest)
+    return Result(output.absolute(), artifact.read(output).manifest, None, time.perf_counter() - started)
+
+
+def verify(
+    path: str | Path,
+    *,
+    reference: str | Path | None = None,
+    threads: int | None = None,
+    task: str | None = None,
+    report: Report | None = None,
+) -> ParityReport:
+    """Compare an artifact with what it should compute.
+
+    Without `reference`: against the golden values inside the artifact. With a "quantized" artifact: kernel by kernel in torch. With a model
+    source: its outputs against the original fp32 model's. The report is returned also where it is over budget.
+    """
+    from khtst_compile.lower.verify import verify_artifact
+
+    return verify_artifact(artifact.read(path), reference, threads, task, report or _silent)
+
+
+def inspect(path: str | Path) -> dict[str, Any]:
+    """A JSON-able summary of an artifact: what made it, inputs and outputs, per-layer choices, files and sizes."""
+    folder = artifact.read(path)
+    manifest = dict(folder.manifest)
+    return {"path": str(folder.path), **manifest, "bytes": sum(e["bytes"] for e in manifest["files"].values())}
+
+
+def bench(*args: Any, **options: Any) -> Any:
+    """See bench.bench."""
+    from khtst_compile.bench import bench as run
+
+    return run(*args, **options)
+
+
+def save_program(program: Any, path: Path) -> None:
+    """Write a Program's graph and tensors as a .pt2 file without sample inputs or pickles; of each stack trace only the model's line."""
+    import torch
+
+    from khtst_compile.program import shorten_traces
+
+    shorten_traces(program)
+    program.ep.example_inputs = None
+    with _quiet():
+        torch.export.save(program.ep, path)
+
+
+def load_program(folder: artifact.Folder) -> Any:
+    """The Program of a "quantized" artifact."""
+    import torch
+
+    from khtst_compile.capture.pt2 import refuse_pickles
+    from khtst_compile.program import Program, TensorSpec
+
+    path = folder.file(PROGRAM)
+    refuse_pickles(path)
+    with _quiet():
+        ep = torch.export.load(path)
+    m = folder.manifest
+    return Program(
+        ep,
+        tuple(TensorSpec.from_json(e) for e in m["inputs"]),
+        tuple(TensorSpec.from_json(e) for e in m["outputs"]),
+        axes={k: (int(v[0]), int(v[1])) for k, v in m["axes"].items()},
+        history=tuple(m["passes"]),
+        meta=m["meta"],
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's own deprecation warnings about its serializer are not the user's to act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _golden(program: Any, quantized: Any, samples: Any) -> tuple[dict[str, Array], dict[str, float]]:
+    """A few samples with the outputs of the fp32 and the quantized program, and how far apart these are."""
+    import torch
+
+    from khtst_compile.parity import relative_error_db, worst_cosine
+
+    batch = {k: v[:GOLDEN_SAMPLES] for k, v in next(iter(samples)).items()}
+    with torch.no_grad():
+        exact, rounded = program.run(batch), quantized.run(batch)
+    golden = {f"in/{k}": v.numpy() for k, v in batch.items()}
+    golden |= {f"fp32/{k}": v.numpy() for k, v in exact.items()} | {f"quantized/{k}": v.numpy() for k, v in rounded.items()}
+    figures = {}
+    for name, value in exact.items():
+        if value.is_floating_point():
+            figures[f"{name}: relative error dB"] = _finite(relative_error_db(rounded[name].numpy(), value.numpy()))
+            figures[f"{name}: worst cosine"] = worst_cosine(rounded[name].numpy(), value.numpy())
+    return golden, figures
+
+
+def _finite(db: float) -> float:
+    return max(db, -200.0)  # JSON has no infinity; two equal float32 tensors are at -200 dB for all purposes
+
+
+def _id_ranges(program: Any) -> dict[str, list[int]]:
+    """Public integer inputs that index a table -> [0, rows - 1]: kernels do not check an index."""
+    import torch
+    from torch import fx
+
+    from khtst_compile.program import call_nodes
+
+    names = dict(zip(program.user_inputs(), (s.name for s in program.inputs), strict=True))
+    ranges: dict[str, list[int]] = {}
+    for node in call_nodes(program.graph, torch.ops.aten.embedding.default):
+        rows, ids = node.args[0], node.args[1]
+        if isinstance(rows, fx.Node) and isinstance(ids, fx.Node) and ids.name in names:
+            last = int(rows.meta["val"].shape[0]) - 1
+            ranges[names[ids.name]] = [0, min(last, ranges.get(names[ids.name], [0, last])[1])]
+    return ranges
+
+
+def _keep(step: Any, globs: Sequence[str]) -> Any:
+    if not globs:
+        return step
+    given = [g for g in (step.keep_fp32, *globs) if g]
+    return replace(step, keep_fp32=";".join(given))
+
+
+def _copy_tokenizer(source: str | Path | None, folder: Path) -> None:
+    if source is None or not Path(source).is_dir():
+        return
+    for name in TOKENIZER_FILES:
+        file = Path(source) / name
+        if file.is_file():
+            (folder / TOKENIZER).mkdir(exist_ok=True)
+            (folder / TOKENIZER / name).write_bytes(file.read_bytes())
+
+
+def _made_by() -> dict[str, str]:
+    from importlib.metadata import version
+
+    packages = {"torch": "torch", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi", "onnx": "onnx"}
+    return {"khtst_compile": __version__, "python": platform.python_version(), **{k: version(v) for k, v in packages.items()}}
+
+
+def _bar(factory: ProgressFactory | None, total: int, label: str) -> AbstractContextManager[Progress]:
+    return factory(total, label) if factory is not None else nullcontext(NullProgress())
+
+
+def _silent(line: str) -> None:
+    return

@@ -1,0 +1,113 @@
+"""Kernel by kernel: recompute in torch what each kernel should have written from the inputs it really had.
+
+A lowered program's `taps` give every kernel's output, so each operator of the fused graph can be run in torch on the values the kernels
+read. A wrong layer then shows up alone: its neighbors are judged on their own inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from khtst_compile.lower.relax import Tap
+from khtst_compile.ops.quantize_rows import quantize_rows_reference
+from khtst_compile.ops.w8a8_linear import int8_matmul
+from khtst_compile.parity import Row, codes_differ, relative_error_db, worst_ulp_of_terms
+from khtst_compile.program import Program, arguments
+
+Array = npt.NDArray[Any]
+
+EXACT = "integers from equal floats are equal"
+# Activations in kernels are polynomials: at most 3e-6 off (targets/kernels/act.py), so a code that falls that close to a tie may move by one.
+NEAR_TIE = "a float a few ulp off next to a rounding tie moves a code by one"
+NEAR_TIE_SHARE = 2e-3
+FLOAT_BUDGETS = {
+    "norm": (-115.0, "another order of float32 sums; a few ulp of the row"),
+    "norm_quantize": (-115.0, "another order of float32 sums; a few ulp of the row"),
+    "attention": (-105.0, "exp as a polynomial, another order of float32 sums"),
+    "linear": (-105.0, "another order of float32 sums over the input features"),
+}
+SCALE_ULP, SCALE_REASON = 64.0, "max of values that differ by a few ulp"
+GEMM_ULP, GEMM_REASON = 4.0, "one fused multiply-add, one product of scales and one addition, each rounded once"
+ACT_GEMM_ULP, ACT_REASON = 64.0, "as without activation, and the activation's polynomial (3e-6 absolute)"
+
+
+def replay(program: Program, taps: tuple[Tap, ...], values: list[Array], inputs: dict[str, torch.Tensor]) -> list[Row]:
+    """program: fused (of `to_relax`); values: what `taps` returned, codes as int8. One Row or more a tap, in execution order."""
+    given = {t.node: torch.from_numpy(np.ascontiguousarray(v)) for t, v in zip(taps, values, strict=True)}
+    by_node = {t.node: t for t in taps}
+    seen: dict[str, Any] = dict(program.tensors())
+    rows: list[Row] = []
+
+    def hook(node: fx.Node, value: Any) -> Any:
+        tap = by_node.get(node.name)
+        if tap is not None:
+            rows.extend(_judge(node, tap, given[node.name], value, seen))
+            value = given[node.name]  # what follows is judged on what the kernel really wrote
+        seen[node.name] = value
+        return value
+
+    program.run(inputs, hook)
+    return rows
+
+
+def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen: dict[str, Any]) -> list[Row]:
+    what = f"{tap.operator} {tap.kind}"
+    if got.shape != want.shape:
+        return [Row(tap.site, what, f"shape {tuple(got.shape)} for {tuple(want.shape)}", float("inf"), 0.0, "shapes are equal")]
+    exact = tap.operator == "quantize_rows"
+    if tap.operator == "norm_quantize" and tap.kind != "float":
+        again = _quantize_again(node, seen)
+        if again is not None:
+            want, exact = again[tap.output - 1], True
+    a, b = got.numpy(), want.numpy()
+    if tap.kind == "codes":
+        return _judge_codes(tap, what, a, b, exact)
+    if tap.kind == "scale":
+        ulp = worst_ulp_of_terms(a, b, np.abs(b))
+        return [Row(tap.site, what, "ulp", ulp, 0.0 if exact else SCALE_ULP, EXACT if exact else SCALE_REASON)]
+    if tap.operator == "w8a8_gemm":
+        return [_judge_gemm(node, tap, what, a, b, seen)]
+    db, reason = FLOAT_BUDGETS[tap.operator]
+    return [Row(tap.site, what, "relative error dB", relative_error_db(a, b), db, reason)]
+
+
+def _quantize_again(node: fx.Node, seen: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Codes and scale of a norm_quantize, from the very floats its kernel wrote; None where it did not write them."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    normalized = next((seen[u.name] for u in source.users if u.args[1] == 0 and u.name in seen), None)
+    if normalized is None:
+        return None
+    # Arguments 5.. of norm_quantize are those of quantize_rows after x.
+    quantizer = [seen[x.name] if isinstance(x, fx.Node) else x for x in source.args[5:]]
+    return quantize_rows_reference(normalized, *quantizer)  # type: ignore[arg-type]
+
+
+def _judge_codes(tap: Tap, what: str, a: Array, b: Array, exact: bool) -> list[Row]:
+    largest, share = codes_differ(a, b)
+    if exact:
+        return [Row(tap.site, what, "largest difference", largest, 0.0, EXACT)]
+    return [
+        Row(tap.site, what, "largest difference", largest, 1.0, NEAR_TIE),
+        Row(tap.site, what, "share that differs", share, NEAR_TIE_SHARE, NEAR_TIE),
+    ]
+
+
+def _judge_gemm(node: fx.Node, tap: Tap, what: str, a: Array, b: Array, seen: dict[str, Any]) -> Row:
+    """In units of the rounding of the terms: a sum that is off by one, or a weight by one bit, is far outside."""
+    codes, scale, weight, weight_scale, bias, act, residual = (
+        seen[x.name] if isinstance(x, fx.Node) else x for x in arguments(node)
+    )
+    terms = (int8_matmul(codes, weight).double() * (scale.unsqueeze(-1) * weight_scale).double()).abs()
+    for added in (bias, residual):
+        if added is not None:
+            terms = terms + added.double().abs()
+    budget, reason = (GEMM_ULP, GEMM_REASON)
+    if act != "none":
+        budget, reason = (ACT_GEMM_ULP, ACT_REASON)
+        terms = terms.clamp_min(1.0)  # an activation's error is absolute
+    return Row(tap.site, what, "ulp of terms", worst_ulp_of_terms(a, b, terms.numpy()), budget, reason)
