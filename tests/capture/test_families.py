@@ -136,7 +136,7 @@ def test_bfloat16_weights_are_upcast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "normalize"), [("mean_tokens", True), ("cls_token", False), ("max_tokens", False), ("mean_sqrt_len_tokens", False)]
+    ("mode", "normalize"), [("mean_tokens", False), ("cls_token", True), ("max_tokens", False), ("mean_sqrt_len_tokens", False)]
 )
 def test_sentence_embedding_pools_as_sentence_transformers_does(tmp_path: Path, mode: str, normalize: bool) -> None:
     pooling = pytest.importorskip("sentence_transformers.models").Pooling
