@@ -1,43 +1,31 @@
 """Attention in float32: softmax(scale * Q K^T + mask) V, read in place from whatever projections produced.
 
 A task is one head of one batch entry and up to 256 queries. It packs K transposed in panels of 16 keys, [key / 16][d][16], and
-V in panels of 16 features, [d / 16][key][16]; then a few query rows at a time:
-
-    scores      s[i, j] = fma(dot(q_i, k_j), scale, mask[i, j]),  dot by fma in the order of d, starting at 0
-    softmax     p = exp(s - max s), as in `softmax.py`; the sum in the order of the keys, 16 lanes each
-    values      o[i, d] = (sum_j p[i, j] * v[j, d]) * (1 / sum p),  by fma in the order of j, starting at 0
-
-No order depends on the tile, on other rows or on the number of threads: the bits are the same on every machine. A row whose
-scores are all -inf (every key masked out) gives zeros, as torch's scaled_dot_product_attention does; a mask of
-finfo(float32).min gives the mean of the values, as there. The causal mask is aligned top left, as torch's `is_causal`.
+V in panels of 16 features, [d / 16][key][16]; then a few query rows at a time: scores, softmax in place, values, in the order
+that `attention_spec.py` writes down. No order depends on the tile, on other rows or on the number of threads: the bits are
+the same on every machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from khtst_compile.errors import LoweringError
-from khtst_compile.targets.isa import Isa
+from khtst_compile.targets.kernels.attention_pack import Task, key_bias, pack_keys, pack_values, row_bias
+from khtst_compile.targets.kernels.attention_spec import Attention, Mask, Operand, reference
 from khtst_compile.targets.kernels.rows import each_vector, fixed, round_up, save
-from khtst_compile.targets.kernels.softmax import exp_nonpositive, exp_nonpositive_reference, padded, sum_reference
+from khtst_compile.targets.kernels.softmax import exp_nonpositive
 from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,
-    Floats,
     across,
     f32,
     fma,
-    fma_reference,
     keep,
-    lanes_of,
-    shuffle2,
     small,
     span,
     splat,
@@ -45,107 +33,10 @@ from khtst_compile.targets.kernels.vec import (
     sum_across,
 )
 
+__all__ = ["Attention", "Mask", "Operand", "prim_func", "reference"]
+
 _QUERIES = 256
 """Queries of one task: packing K and V again for the next ones costs little then."""
-_BLOCK = 8
-"""Side of the blocks in which K is transposed: 8 registers of 8 lanes."""
-
-
-@dataclass(frozen=True)
-class Mask:
-    """An additive or boolean mask (b | 1, h | 1, q | 1, k).
-
-    dtype:  "float32" (added to the scores) or "bool" (False: the key is not seen).
-    batch, head, query:  whether that dimension is a real one; else it has length 1.
-    """
-
-    dtype: str = "bool"
-    batch: bool = True
-    head: bool = False
-    query: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bool"):
-            raise LoweringError(f"attention mask: dtype {self.dtype}; needed bool or float32; cast the mask")
-
-
-@dataclass(frozen=True)
-class Operand:
-    """Where Q, K or V lies in its tensor (b, length, row) float32: from column `offset` on, heads side by side."""
-
-    row: int
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The kernel attention(q, k, v, [mask]) -> out (b, q length, heads * head_dim) float32.
-
-    q:  (b, q length, q.row), k and v: (b, k length, row) float32. The same tensor may be given three times.
-    heads, kv_heads:  query heads and key/value heads; kv_heads divides heads, query head h reads h // (heads / kv_heads).
-    """
-
-    isa: Isa
-    heads: int
-    head_dim: int
-    scale: float
-    q: Operand
-    k: Operand
-    v: Operand
-    kv_heads: int = 0
-    mask: Mask | None = None
-    causal: bool = False
-    name: str = "attention"
-    parallel: bool = True
-
-    def __post_init__(self) -> None:
-        if min(self.heads, self.head_dim) < 1:
-            raise LoweringError(f"{self.name}: {self.heads} heads of {self.head_dim} features; needed at least 1 of 1")
-        if self.heads % self.groups:
-            raise LoweringError(f"{self.name}: {self.kv_heads} key/value heads do not divide {self.heads} query heads")
-        for what, operand, heads in (("q", self.q, self.heads), ("k", self.k, self.groups), ("v", self.v, self.groups)):
-            if operand.offset < 0 or operand.offset + heads * self.head_dim > operand.row:
-                raise LoweringError(
-                    f"{self.name}: {what} needs {heads} x {self.head_dim} columns from {operand.offset} on, "
-                    f"its rows have {operand.row}"
-                )
-
-    @property
-    def groups(self) -> int:
-        """Key/value heads."""
-        return self.kv_heads or self.heads
-
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        """Query rows of a tile, largest first.
-
-        6 rows x 16 floats fill 12 of the 16 AVX2 registers. On AVX512 8 rows are enough to cover the latency of its two
-        units; with 12 the pointers to their rows of scores no longer fit the general registers.
-        """
-        return (8, 2, 1) if self.isa.registers >= 32 else (6, 2, 1)
-
-    @property
-    def rows_differ(self) -> bool:
-        """Whether the mask of a row depends on the row."""
-        return self.causal or (self.mask is not None and self.mask.query)
-
-
-@dataclass
-class _Task:
-    """Expressions of the task being emitted: flat buffers, lengths (int64), offsets, scratch."""
-
-    flat: dict[str, Expr]
-    keys: Expr
-    panels: Expr
-    q_base: Expr
-    k_base: Expr
-    v_base: Expr
-    out_base: Expr
-    mask_base: Expr
-    keys_packed: Expr
-    values_packed: Expr
-    scores: Expr
-    bias: Expr
 
 
 def prim_func(spec: Attention) -> tirx.PrimFunc:
@@ -213,7 +104,7 @@ def _task(spec: Attention, flat: dict[str, Expr], b: Expr, h: Expr, first: Expr,
         memory = T.alloc_buffer((size,), "float32", scope="global")
         return T.decl_buffer((size,), "float32", data=memory.data)
 
-    task = _Task(
+    task = Task(
         flat=flat,
         keys=keys,
         panels=panels,
@@ -227,9 +118,9 @@ def _task(spec: Attention, flat: dict[str, Expr], b: Expr, h: Expr, first: Expr,
         scores=scratch(length * spec.tiles[0]),
         bias=scratch(length),
     )
-    _pack_keys(spec, task)
-    _pack_values(spec, task)
-    _key_bias(spec, task)
+    pack_keys(spec, task)
+    pack_values(spec, task)
+    key_bias(spec, task)
     done: Expr = first
     left: Expr = rows
     for size in spec.tiles:
@@ -240,100 +131,7 @@ def _task(spec: Attention, flat: dict[str, Expr], b: Expr, h: Expr, first: Expr,
         done, left = fixed(start + count * size), fixed(left - count * size)
 
 
-def _pack_keys(spec: Attention, task: _Task) -> None:
-    """K (keys, d) to [key / 16][d][16]; keys past the end are zeros."""
-    d, k, packed = spec.head_dim, task.flat["k"], task.keys_packed
-    wide = d - d % _BLOCK
-
-    def at(key: Expr, column: Expr) -> Expr:
-        return T.Bind((key // LANES * d + column) * LANES + key % LANES)
-
-    whole = T.Bind(task.keys // _BLOCK)
-    with T.serial(T.int64(0), whole) as block:
-        key = T.Bind(block * _BLOCK)
-        if wide:
-            with T.serial(T.int64(0), T.int64(wide // _BLOCK)) as c:
-                start = T.Bind(task.k_base + key * spec.k.row + c * _BLOCK)
-                rows = [T.Bind(k[span(start + i * spec.k.row, _BLOCK)]) for i in range(_BLOCK)]
-                target = at(key, c * _BLOCK)
-                for i, column in enumerate(_transpose(rows)):
-                    store(packed, column, target + i * LANES)
-        if wide < d:
-            with T.serial(T.int64(0), T.int64(_BLOCK)) as i, T.serial(T.int64(wide), T.int64(d)) as column:
-                value = k[task.k_base + (key + i) * spec.k.row + column]
-                T.buffer_store(packed, value, [at(key + i, column)])
-    with T.serial(whole * _BLOCK, task.panels * LANES) as key, T.serial(T.int64(0), T.int64(d)) as column, T.If(key < task.keys):
-        with T.Then():
-            T.buffer_store(packed, k[task.k_base + key * spec.k.row + column], [at(key, column)])
-        with T.Else():
-            T.buffer_store(packed, T.float32(0.0), [at(key, column)])
-
-
-def _transpose(rows: list[Expr]) -> list[Expr]:
-    """Transpose an 8 x 8 block held in 8 vectors: three stages of exchanges at distance 4, 2, 1."""
-    for distance in (4, 2, 1):
-        out = list(rows)
-        for i in range(_BLOCK):
-            if not i & distance:
-                a, b = rows[i], rows[i | distance]
-                low = [n if not n & distance else _BLOCK + (n ^ distance) for n in range(_BLOCK)]
-                high = [n ^ distance if not n & distance else _BLOCK + n for n in range(_BLOCK)]
-                out[i], out[i | distance] = T.Bind(shuffle2(a, b, low)), T.Bind(shuffle2(a, b, high))
-        rows = out
-    return rows
-
-
-def _pack_values(spec: Attention, task: _Task) -> None:
-    """V (keys, d) to [d / 16][key][16]; features past the end are zeros."""
-    v, packed = task.flat["v"], task.values_packed
-
-    with T.serial(T.int64(0), task.keys) as key:
-        start = T.Bind(task.v_base + key * spec.v.row)
-
-        def body(off: Expr, valid: int) -> None:
-            to = T.Bind(off * task.keys + key * LANES)
-            if valid == LANES:
-                store(packed, v[span(start + off)], to)
-                return
-            store(packed, f32(0.0), to)
-            with T.serial(T.int64(0), T.int64(valid)) as i:
-                T.buffer_store(packed, v[start + off + i], [to + i])
-
-        each_vector(spec.head_dim, body)
-
-
-def _mask_value(mask: Mask, value: Expr) -> Expr:
-    """What a mask entry adds to a score."""
-    if mask.dtype == "float32":
-        return value
-    if lanes_of(value) == 1:
-        return T.Select(value, T.float32(0.0), T.float32(-np.inf))
-    return T.Select(value, f32(0.0), f32(-np.inf))
-
-
-def _copy_mask(mask: Mask, task: _Task, source: Expr, to: Expr, target: Expr) -> None:
-    """One row of the mask to `target`, -inf beyond the last key."""
-    buffer = task.flat["mask"]
-    full = T.Bind(task.keys // LANES)
-    with T.serial(T.int64(0), full) as j:
-        store(target, _mask_value(mask, buffer[span(source + j * LANES)]), to + j * LANES)
-    with T.If(full < task.panels), T.Then():
-        store(target, f32(-np.inf), to + full * LANES)
-        with T.serial(full * LANES, task.keys) as j:
-            T.buffer_store(target, _mask_value(mask, buffer[source + j]), [to + j])
-
-
-def _key_bias(spec: Attention, task: _Task) -> None:
-    """What is added to the scores of every row alike: the mask if it has no query dimension, -inf beyond the last key."""
-    if spec.mask is not None and not spec.mask.query:
-        _copy_mask(spec.mask, task, task.mask_base, T.int64(0), task.bias)
-        return
-    with T.serial(T.int64(0), task.panels) as j:
-        lane_index = T.ramp(j * LANES, 1, LANES)
-        store(task.bias, T.Select(lane_index < splat(task.keys), f32(0.0), f32(-np.inf)), j * LANES)
-
-
-def _tile(spec: Attention, task: _Task, row: Expr, size: int) -> None:
+def _tile(spec: Attention, task: Task, row: Expr, size: int) -> None:
     """`size` query rows from `row` on."""
     stride = fixed(task.panels * LANES)
     seen, panels = task.keys, task.panels
@@ -342,7 +140,7 @@ def _tile(spec: Attention, task: _Task, row: Expr, size: int) -> None:
         panels = T.Bind(T.ceildiv(seen, T.int64(LANES)))
     if spec.rows_differ:
         with T.serial(T.int64(0), T.int64(size)) as i:
-            _row_bias(spec, task, row + i, T.Bind(i * stride), panels)
+            row_bias(spec, task, row + i, T.Bind(i * stride), panels)
     peaks = T.alloc_buffer((size * LANES,), "float32", scope="global")
     inverse = T.alloc_buffer((size,), "float32", scope="global")
     _scores(spec, task, row, size, stride, panels, peaks)
@@ -351,20 +149,7 @@ def _tile(spec: Attention, task: _Task, row: Expr, size: int) -> None:
     each_vector(spec.head_dim, lambda off, valid: _values(spec, task, row, size, stride, seen, inverse, off, valid))
 
 
-def _row_bias(spec: Attention, task: _Task, row: Expr, to: Expr, panels: Expr) -> None:
-    """The mask of one row into its scores."""
-    if spec.mask is not None and spec.mask.query:
-        _copy_mask(spec.mask, task, fixed(task.mask_base + row * task.keys), to, task.scores)
-        source, base = task.scores, to
-    else:
-        source, base = task.bias, T.int64(0)
-    if spec.causal:
-        with T.serial(T.int64(0), panels) as j:
-            seen = T.ramp(j * LANES, 1, LANES) <= splat(row)
-            store(task.scores, T.Select(seen, source[span(base + j * LANES)], f32(-np.inf)), to + j * LANES)
-
-
-def _scores(spec: Attention, task: _Task, row: Expr, size: int, stride: Expr, panels: Expr, peaks: Expr) -> None:
+def _scores(spec: Attention, task: Task, row: Expr, size: int, stride: Expr, panels: Expr, peaks: Expr) -> None:
     """s of `size` rows and all their keys, and the lanewise maxima of each row."""
     d, q = spec.head_dim, task.flat["q"]
     start = fixed(task.q_base + row * spec.q.row)
@@ -386,7 +171,7 @@ def _scores(spec: Attention, task: _Task, row: Expr, size: int, stride: Expr, pa
             store(peaks, T.max(peaks[span(i * LANES)], s), i * LANES)
 
 
-def _softmax(task: _Task, at: Expr, panels: Expr, peak: Expr, done: Callable[[Expr], None]) -> None:
+def _softmax(task: Task, at: Expr, panels: Expr, peak: Expr, done: Callable[[Expr], None]) -> None:
     """Scores of one row to powers, in place; done(1 / sum), 0 for a row that sees no key."""
     top = T.Bind(across(peak, T.max))
     # Where nothing is seen, the powers must be e^-inf = 0 and not e^(-inf + inf).
@@ -406,7 +191,7 @@ def _softmax(task: _Task, at: Expr, panels: Expr, peak: Expr, done: Callable[[Ex
 
 def _values(
     spec: Attention,
-    task: _Task,
+    task: Task,
     row: Expr,
     size: int,
     stride: Expr,
@@ -427,36 +212,3 @@ def _values(
     width = spec.heads * spec.head_dim
     for i, a in enumerate(acc):
         save(task.flat["out"], a[span(0)] * splat(inverse[i]), task.out_base + (row + i) * width + off, valid)
-
-
-def reference(spec: Attention, q: Floats, k: Floats, v: Floats, mask: npt.NDArray[np.generic] | None = None) -> Floats:
-    """What the kernel computes, to the bit; arguments and result as the kernel's."""
-    parts = []
-    for array, operand, heads in ((q, spec.q, spec.heads), (k, spec.k, spec.groups), (v, spec.v, spec.groups)):
-        used = array[..., operand.offset : operand.offset + heads * spec.head_dim]
-        part = used.reshape(*array.shape[:2], heads, spec.head_dim).transpose(0, 2, 1, 3)
-        parts.append(np.repeat(part, spec.heads // heads, axis=1))
-    queries, keys, values = parts
-    bias = np.zeros((1, 1, 1, k.shape[1]), np.float32)
-    if mask is not None:
-        bias = mask.astype(np.float32) if spec.mask is None or spec.mask.dtype == "float32" else _bias_of(mask)
-    if spec.causal:
-        earlier = np.arange(k.shape[1]) <= np.arange(q.shape[1])[:, None]
-        bias = np.where(earlier, bias, np.float32(-np.inf))
-    with np.errstate(all="ignore"):
-        dots = np.zeros((*queries.shape[:3], keys.shape[2]), np.float32)
-        for d in range(spec.head_dim):
-            dots = fma_reference(queries[..., d, None], keys[..., None, :, d], dots)
-        s = padded(fma_reference(dots, np.float32(spec.scale), np.broadcast_to(bias, dots.shape)), -np.inf)
-        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        p = exp_nonpositive_reference(s - np.where(np.isneginf(top), np.float32(0), top))
-        sums = sum_reference(p)
-        out = np.zeros(queries.shape, np.float32)
-        for j in range(keys.shape[2]):
-            out = fma_reference(p[..., j, None], values[..., None, j, :], out)
-        out = out * np.where(sums == 0, np.float32(0), np.float32(1) / sums)
-    return out.transpose(0, 2, 1, 3).reshape(*q.shape[:2], spec.heads * spec.head_dim)
-
-
-def _bias_of(mask: npt.NDArray[np.generic]) -> Floats:
-    return np.where(mask, np.float32(0), np.float32(-np.inf))

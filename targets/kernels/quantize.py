@@ -27,6 +27,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.act import activation
+from khtst_compile.targets.kernels.rotation import Rotation, emit_rotation, rotation_reference
 from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, each_vector, for_rows, load, only, round_up
 from khtst_compile.targets.kernels.vec import (
     Expr,
@@ -36,55 +37,21 @@ from khtst_compile.targets.kernels.vec import (
     at_least,
     at_most,
     f32,
-    fma,
     i32,
-    keep,
     lane,
     mul,
-    shuffle,
     small,
     span,
     splat,
     store,
 )
 
+__all__ = ["PER_ROW", "QuantizeRows", "Quantizer", "Rotation", "RowQuantizer", "prim_func", "reference"]
+
 LEVELS = 127
 """Largest code; -128 is not used, so that codes are symmetric."""
 FLOOR = np.float32(1e-30)
 """Smallest absolute maximum of a row: a zero row gets zero codes and a finite scale."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """An unnormalised Walsh-Hadamard transform of every `block` consecutive features.
-
-    block:   features of a block, a power of two in 16..128.
-    points:  `block` for the full transform, `block // 16` for the cheap one, which mixes features 16 apart only.
-
-    Stages run at distances 16, 32, .. block / 2 and then, in the full form, 1, 2, 4, 8; a stage at distance d replaces
-    (a, b) = (t[i], t[i + d]) by (a + b, a - b).
-    """
-
-    block: int = 128
-    points: int = 128
-
-    def __post_init__(self) -> None:
-        if self.block not in (16, 32, 64, 128) or self.points not in {self.block, max(2, self.block // 16)}:
-            raise LoweringError(
-                f"rotation: block {self.block}, points {self.points}; needed a block of 16, 32, 64 or 128 "
-                "and points equal to block or to block / 16"
-            )
-
-    @property
-    def full(self) -> bool:
-        """Whether features closer than 16 are mixed as well."""
-        return self.points == self.block
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Distances of the stages, in the order in which they run."""
-        far = tuple(d for d in (16, 32, 64) if d < self.block)
-        return far + ((1, 2, 4, 8) if self.full else ())
 
 
 @dataclass(frozen=True)
@@ -131,53 +98,6 @@ def _track(peak: Expr, values: Expr) -> None:
     store(peak, T.max(absolute(values), peak[span(0)]), 0)
 
 
-def emit_rotation(rotation: Rotation, t: Expr, width: int, visit: Callable[[Expr], None]) -> None:
-    """Transform a row in place, blockwise, and call `visit(values)` with every 16 finished values.
-
-    Eight lanes at a time: a block of 128 is then 8 registers of AVX2 for the far stages and for distances 1, 2, 4; distance
-    8 pairs the halves. Lanes are independent in every stage, so the width used does not show in the bits.
-    """
-    block, vectors, lanes = rotation.block, rotation.block // 16, 8
-    with T.serial(T.int64(0), T.int64(width // block)) as b:
-        with T.serial(T.int64(0), T.int64(2)) as half:
-            base = T.Bind(b * block + half * lanes)
-            v = [T.Bind(t[span(base + 16 * k, lanes)]) for k in range(vectors)]
-            for d in (1, 2, 4):
-                if d < vectors:
-                    v = _far_stage(v, d)
-            if vectors > 1:
-                v = [keep(x) for x in v]
-            if rotation.full:
-                v = [_near_stages(x, lanes) for x in v]
-            for k in range(vectors):
-                store(t, v[k], base + 16 * k)
-        with T.serial(T.int64(0), T.int64(vectors)) as k:
-            at = T.Bind(b * block + k * 16)
-            if rotation.full:
-                low, high = T.Bind(t[span(at, lanes)]), T.Bind(t[span(at + lanes, lanes)])
-                store(t, low + high, at)
-                store(t, low - high, at + lanes)
-            visit(T.Bind(t[span(at)]))
-
-
-def _far_stage(values: list[Expr], distance: int) -> list[Expr]:
-    out = list(values)
-    for i, x in enumerate(values):
-        if not i & distance:
-            y = values[i | distance]
-            out[i], out[i | distance] = T.Bind(x + y), T.Bind(x - y)
-    return out
-
-
-def _near_stages(value: Expr, lanes: int) -> Expr:
-    """Distances 1, 2, 4 inside a vector: +-value + neighbor, one fma whose product is exact."""
-    for d in (1, 2, 4):
-        signs = [tirx.FloatImm("float32", -1.0 if i & d else 1.0) for i in range(lanes)]
-        sign = tirx.Shuffle(signs, [tirx.IntImm("int32", i) for i in range(lanes)])
-        value = T.Bind(fma(value, sign, shuffle(value, [i ^ d for i in range(lanes)])))
-    return keep(value)
-
-
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
     """Store 16 codes of t * inv. In a dynamic row |t * inv| <= 127 holds by itself; a static one is clamped.
 
@@ -198,7 +118,7 @@ class RowQuantizer:
 
     flat:     flat buffers by argument name.
     tag:      suffix of this quantizer's argument names.
-    scratch:  float32 (round_up(K, 16),), or None where `source` may be read twice instead (see `needs_scratch`).
+    stride: width of a row of codes.
     """
 
     isa: Isa
@@ -217,7 +137,11 @@ class RowQuantizer:
         return self.spec.rotation is not None or (self.spec.smooth and not self.spec.static)
 
     def emit(self, row: Expr, source: Callable[[Expr, int], Expr], scratch: Expr | None) -> None:
-        """Quantise one row. source(offset, valid): 16 float32 of the row, those beyond `valid` are 0."""
+        """Quantise one row.
+
+        source(offset, valid):  16 float32 of the row, those beyond `valid` are 0.
+        scratch:  float32 (round_up(K, 16),), or None where nothing `needs_scratch` and `source` may be read twice.
+        """
         base = T.Bind(row * self.stride)
         if self.spec.static:
             self._static(row, base, source, scratch)
@@ -325,18 +249,11 @@ def prim_func(spec: QuantizeRows) -> tirx.PrimFunc:
 
             quantizer.emit(row, source, scratch[0] if scratch else None)
 
-        plain = spec.act == "none" and not spec.quantizer.smooth and spec.quantizer.rotation is None
-        for_rows(rows, spec.width, () if plain else (round_up(spec.width),), spec.parallel, one)
+        # A dynamic quantizer reads its source twice: an activation is worth keeping.
+        twice = spec.act != "none" and not spec.quantizer.static
+        scratch = (round_up(spec.width),) if twice or quantizer.needs_scratch else ()
+        for_rows(rows, spec.width, scratch, spec.parallel, one)
     return builder.get()
-
-
-def rotation_reference(t: Floats, rotation: Rotation) -> Floats:
-    """What the transform computes: t (..., K) float32 -> (..., K) float32."""
-    for d in rotation.strides:
-        pairs = t.reshape(*t.shape[:-1], t.shape[-1] // (2 * d), 2, d)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        t = np.stack([a + b, a - b], axis=-2).reshape(t.shape)
-    return t
 
 
 def reference(
