@@ -11,7 +11,7 @@ from khtst_compile.targets.kernels import gemm_f32, matmul_f32
 from khtst_compile.targets.kernels.gemm_f32 import GemmF32
 from khtst_compile.targets.kernels.matmul_f32 import MatmulF32
 from khtst_compile.targets.kernels.rows import Lead
-from tests.targets.gemm_tools import RUNNABLE, assembly, hot_loops, isa_id, run, same_bits
+from tests.targets.gemm_tools import RUNNABLE, assembly, hot_loops, isa_id, run, same_bits, touches_stack
 
 AWKWARD = (1, 7, 8, 9, 31, 33)
 each_isa = pytest.mark.parametrize("isa", RUNNABLE, ids=isa_id)
@@ -24,7 +24,8 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 @each_isa
 @pytest.mark.parametrize("n", [*AWKWARD, 100])
 def test_gemm_equals_the_reference_to_the_bit(isa: Isa, n: int) -> None:
-    for k in AWKWARD:
+    # n = k would hide a transposed panel; k has to be compiled in, so two of them.
+    for k in (9, 32) if n % 2 else (7, 33):
         spec = GemmF32(isa, n, k, Lead(1))
         weights, bias = normal(n, k, seed=1), normal(n, seed=2)
         packed = gemm_f32.pack(spec, weights, bias)
@@ -34,8 +35,7 @@ def test_gemm_equals_the_reference_to_the_bit(isa: Isa, n: int) -> None:
 
 
 @each_isa
-@pytest.mark.parametrize("act", ["relu", "gelu", "silu", "tanh"])
-@pytest.mark.parametrize("n", [48, 33])
+@pytest.mark.parametrize(("act", "n"), [("relu", 48), ("gelu", 33), ("silu", 64)])
 def test_epilogue(isa: Isa, act: str, n: int) -> None:
     spec = GemmF32(isa, n, 20, Lead(2), act, residual=True)
     a, weights, residual = normal(2, 9, 20), normal(n, 20, seed=1), normal(2, 9, n, seed=2)
@@ -68,16 +68,16 @@ def test_matmul_static_sizes() -> None:
 
 
 @pytest.mark.parametrize("isa", ALL_ISAS, ids=isa_id)
-@pytest.mark.parametrize("act", ["none", "gelu"])
-def test_assembly(isa: Isa, act: str) -> None:
-    spec = GemmF32(isa, 384, 384, Lead(2), act)
+@pytest.mark.parametrize("n", [384, 100])
+def test_assembly(isa: Isa, n: int) -> None:
+    spec = GemmF32(isa, n, 384, Lead(2))
     text = assembly(spec)
     register = "%zmm" if isa.vector_bits == 512 else "%ymm"
     loops = hot_loops(text, "vfmadd")
     full = spec.panels.rows * spec.panels.vectors
     assert max(sum("vfmadd" in line and register in line for line in loop) for loop in loops) >= full
     for loop in loops:
-        assert not any("(%rsp" in line or "(%rbp" in line or "call" in line for line in loop)
+        assert not touches_stack(text, loop)
     assert "TVMBackendAllocWorkspace" not in text
 
 

@@ -12,9 +12,21 @@ from khtst_compile.targets.isa import ALL_ISAS, AVX2, AVX512, AVX512VNNI, AVXVNN
 from khtst_compile.targets.kernels.act import ACTIVATIONS
 from khtst_compile.targets.kernels.gemm_i8 import GemmI8, pack, reference, store_codes
 from khtst_compile.targets.kernels.rows import Lead
-from tests.targets.gemm_tools import RUNNABLE, assembly, codes_and_weights, hot_loops, isa_id, library, run, same_bits
+from tests.targets.gemm_tools import (
+    RUNNABLE,
+    assembly,
+    codes_and_weights,
+    hot_loops,
+    isa_id,
+    library,
+    run,
+    same_bits,
+    touches_stack,
+)
 
 AWKWARD = (1, 7, 8, 9, 31, 33)
+PAIRS = [(n, AWKWARD[(i + step) % 6]) for i, n in enumerate(AWKWARD) for step in (0, 2)]
+"""(n, k), every size twice as each: a kernel has to be compiled for each pair."""
 each_isa = pytest.mark.parametrize("isa", RUNNABLE, ids=isa_id)
 
 
@@ -30,8 +42,7 @@ def exact(codes: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 @each_isa
-@pytest.mark.parametrize("k", AWKWARD)
-@pytest.mark.parametrize("n", AWKWARD)
+@pytest.mark.parametrize(("n", "k"), PAIRS)
 def test_sums_are_exact_at_awkward_sizes(isa: Isa, n: int, k: int) -> None:
     spec = GemmI8(isa, n, k, Lead(1), output="acc")
     for m in (*AWKWARD, 0):
@@ -71,9 +82,11 @@ def test_codes_beyond_k_do_not_count(isa: Isa, fill: int) -> None:
 
 
 @each_isa
-@pytest.mark.parametrize("act", sorted(ACTIVATIONS))
-@pytest.mark.parametrize(("n", "residual"), [(31, True), (64, True), (64, False)])
-def test_floats_equal_the_reference_to_the_bit(isa: Isa, act: str, n: int, residual: bool) -> None:
+@pytest.mark.parametrize(
+    ("n", "residual", "act"),
+    [(31, True, act) for act in sorted(ACTIVATIONS)] + [(64, True, "gelu"), (64, True, "none"), (64, False, "none")],
+)
+def test_floats_equal_the_reference_to_the_bit(isa: Isa, n: int, residual: bool, act: str) -> None:
     m, k = 33, 40
     codes, weights, a_scale, w_scale, bias, added = codes_and_weights(m, n, k)
     spec = GemmI8(isa, n, k, Lead(1), act, residual)
@@ -83,8 +96,9 @@ def test_floats_equal_the_reference_to_the_bit(isa: Isa, act: str, n: int, resid
 
 
 @each_isa
-@pytest.mark.parametrize("lead", [(5,), (2, 9), (2, 3, 4), (0, 7)])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("lead", "static"), [((5,), False), ((2, 9), False), ((2, 9), True), ((2, 3, 4), False), ((0, 7), False)]
+)
 def test_leading_dimensions(isa: Isa, lead: tuple[int, ...], static: bool) -> None:
     n, k, m = 24, 20, int(np.prod(lead))
     codes, weights, a_scale, w_scale, bias, added = codes_and_weights(m, n, k)
@@ -113,7 +127,7 @@ def test_no_bias_is_zero_bias() -> None:
     ],
     ids=lambda v: v.name if isinstance(v, Isa) else "",
 )
-@pytest.mark.parametrize(("n", "act"), [(384, "none"), (1536, "gelu"), (100, "none")])
+@pytest.mark.parametrize(("n", "act"), [(384, "none"), (100, "gelu")])
 def test_assembly(isa: Isa, instruction: str, n: int, act: str) -> None:
     spec = GemmI8(isa, n, 384, Lead(2), act, act == "none")
     text = assembly(spec)
@@ -121,7 +135,7 @@ def test_assembly(isa: Isa, instruction: str, n: int, act: str) -> None:
     full = spec.dot.rows * spec.panels.vectors
     assert max(sum(bool(re.search(instruction, line)) for line in loop) for loop in loops) >= full
     for loop in loops:
-        assert not any("(%rsp" in line or "(%rbp" in line or "call" in line for line in loop)
+        assert not touches_stack(text, loop)
     # "pairs" keeps one term a row in a workspace; accumulators never.
     assert len(re.findall(r"call\w*\t.*TVMBackendAllocWorkspace", text)) <= (1 if spec.dot.kind == "pairs" else 0)
 
