@@ -184,6 +184,7 @@ class Rewriter:
         first = next(iter(self.graph.nodes))
         with self.graph.inserting_before(first):
             node = self.graph.placeholder("b_" + "".join(c if c.isalnum() else "_" for c in hint))
+        node.target = node.name  # fx makes names unique, not targets, and targets become the arguments of forward
         node.meta["val"] = self._fake_mode().from_tensor(tensor, static_shapes=True)
         self._new[node.name] = tensor.detach().contiguous()
         return node
