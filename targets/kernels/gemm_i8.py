@@ -100,7 +100,8 @@ def prim_func(spec: GemmI8) -> tirx.PrimFunc:
     """The TIR of `spec`.
 
     Arguments: codes (lead.., round_up(k, 16)) codes_dtype; a_scale (lead..) float32; the arrays of `pack`;
-    [residual (lead.., n) float32]; C (lead.., n) float32 (int32 for output "acc").
+    [residual (lead.., n) float32]; C (lead.., n) float32 (int32 for output "acc"). Every buffer starts at a multiple of
+    64 bytes, as TVM allocates them. Stored codes beyond k may be anything from -32,640 to 32,640.
     """
     panels, dot = spec.panels, spec.dot
     raw = spec.output == "acc"
