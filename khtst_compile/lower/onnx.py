@@ -132,7 +132,8 @@ def _why_not(graph: fx.Graph, error: BaseException) -> str:
         if cause.__cause__ is None:
             break
         cause = cause.__cause__
-    reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    # The first sentence only: what follows is the signature of torch.onnx's function, or the whole graph.
+    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].split(". ")[0].rstrip(".")
     if not operator:
         return f"onnx: the graph could not be translated: {reason}"
     # The failing node is one of the decomposed graph; where that one has another name, any use of the operator says where to look.
