@@ -6,7 +6,12 @@ The public names load on first use, so importing the package pulls in neither to
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from khtst_compile.api import export, inspect, lower, quantize, verify
+    from khtst_compile.benchmark import bench
+    from khtst_compile.runtime import load
 
 __version__ = "0.1.0"
 
@@ -16,16 +21,19 @@ _PUBLIC = {
     "lower": "khtst_compile.api",
     "export": "khtst_compile.api",
     "verify": "khtst_compile.api",
-    "bench": "khtst_compile.api",
+    "inspect": "khtst_compile.api",
+    "bench": "khtst_compile.benchmark",
     "load": "khtst_compile.runtime",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "bench", "export", "inspect", "integrations", "load", "lower", "quantize", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name == "integrations":
+        return importlib.import_module("khtst_compile.integrations")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -186,13 +186,6 @@ def inspect(path: str | Path) -> dict[str, Any]:
     return {"path": str(folder.path), **manifest, "bytes": sum(e["bytes"] for e in manifest["files"].values())}
 
 
-def bench(*args: Any, **options: Any) -> Any:
-    """See bench.bench."""
-    from khtst_compile.bench import bench as run
-
-    return run(*args, **options)
-
-
 def save_program(program: Any, path: Path) -> None:
     """Write a Program's graph and tensors as a .pt2 file without sample inputs or pickles; of each stack trace only the model's line."""
     import torch

@@ -95,7 +95,9 @@ def check_floor(package: str, found: str | None) -> Check:
     oldest, use = FLOORS[package]
     if found is not None and release(found) >= release(oldest):
         return Check(package, OK, found)
-    return Check(package, BAD, found or "not installed", f"needed: {package}>={oldest} ({use}); pip install '{package}>={oldest}'")
+    return Check(
+        package, BAD, found or "not installed", f"needed: {package}>={oldest} ({use}); pip install '{package}>={oldest}'"
+    )
 
 
 def check_optional(package: str, found: str | None) -> Check:
@@ -119,7 +121,9 @@ def check_import(module: str) -> Check:
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        return Check(f"import {module}", BAD, f"{type(error).__name__}: {error}", "install it again; a system library may be missing")
+        return Check(
+            f"import {module}", BAD, f"{type(error).__name__}: {error}", "install it again; a system library may be missing"
+        )
     return Check(f"import {module}", OK, "loads")
 
 
@@ -137,7 +141,7 @@ def check_compiler() -> Check:
         return Check("c++ compiler", BAD, "none", install)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "a.cc"
-        source.write_text("#include <cmath>\nextern \"C\" double f(double x) { return std::sqrt(x); }\n", encoding="utf-8")
+        source.write_text('#include <cmath>\nextern "C" double f(double x) { return std::sqrt(x); }\n', encoding="utf-8")
         done = subprocess.run(
             [path, "-shared", "-fPIC", "-o", str(Path(folder) / "a.so"), str(source)], capture_output=True, text=True, check=False
         )
@@ -167,7 +171,9 @@ def check_disk(folder: Path) -> Check:
     """Free space where artifacts will be written."""
     free = shutil.disk_usage(folder).free
     if free < MIN_DISK_BYTES:
-        return Check("disk", NOTE, f"{free / 1e9:.1f} GB free at {folder}", "large models will not fit; free some or write elsewhere")
+        return Check(
+            "disk", NOTE, f"{free / 1e9:.1f} GB free at {folder}", "large models will not fit; free some or write elsewhere"
+        )
     return Check("disk", OK, f"{free / 1e9:.1f} GB free")
 
 

@@ -29,5 +29,11 @@ def command(console: Console, quantized: Path, output: Path, form: str, opset: i
     from khtst_compile import api
 
     result = api.export(quantized, output, format=form, opset=opset, rotation=rotation, report=console.note)
-    summary = {"output": str(result.folder), "format": form, "opset": opset, "rotation": rotation, "seconds": round(result.seconds, 3)}
+    summary = {
+        "output": str(result.folder),
+        "format": form,
+        "opset": opset,
+        "rotation": rotation,
+        "seconds": round(result.seconds, 3),
+    }
     console.emit(summary, f"{result.folder}: exported to ONNX opset {opset} in {result.seconds:.1f} s")

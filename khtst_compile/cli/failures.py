@@ -27,7 +27,11 @@ def exit_code_of(error: BaseException, arguments: Sequence[str]) -> int:
         print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}), flush=True)
     else:
         print(f"error: {message}" if code != INTERRUPTED else message, file=sys.stderr)
-    if logging.getLogger("khtst_compile").isEnabledFor(logging.INFO) and code != INTERRUPTED and not isinstance(error, click.ClickException):
+    if (
+        logging.getLogger("khtst_compile").isEnabledFor(logging.INFO)
+        and code != INTERRUPTED
+        and not isinstance(error, click.ClickException)
+    ):
         traceback.print_exception(error, file=sys.stderr)
     return code
 

@@ -21,7 +21,9 @@ from khtst_compile.errors import UsageError
 @click.option("--task", help="What the model is for, where its architecture does not say.")
 @click.option("--shapes", multiple=True, metavar="NAME=MIN..MAX", help="Bounds of a dynamic axis; repeatable.")
 @click.option("--limit", type=click.IntRange(min=1), default=256, show_default=True, help="Calibration samples to use at most.")
-@click.option("--max-length", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to cut calibration texts at.")
+@click.option(
+    "--max-length", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to cut calibration texts at."
+)
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Folder for the graph after every pass.")
 @common
 def command(

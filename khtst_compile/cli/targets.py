@@ -26,7 +26,11 @@ def command(console: Console) -> None:
             }
         )
     rows = [
-        (str(e["name"]), f"{e['summary']}{'' if e['is'] == e['name'] else ' (here: ' + str(e['is']) + ')'}", str(e["unavailable"] or "yes"))
+        (
+            str(e["name"]),
+            f"{e['summary']}{'' if e['is'] == e['name'] else ' (here: ' + str(e['is']) + ')'}",
+            str(e["unavailable"] or "yes"),
+        )
         for e in found
     ]
     console.emit(found, table(("target", "for", "runs here"), rows))
