@@ -107,12 +107,18 @@ def _text(value: Any) -> str:
 
 
 def _link(passes: list[Pass]) -> list[Pass]:
-    """Tell each `smooth` which rotation follows it: alpha has to be chosen on the error that remains after rotating."""
+    """Tell each pass what it has to know of those that follow.
+
+    `smooth` learns the rotation, because alpha has to be chosen on the error that remains after rotating; `smooth` and `rotate` learn
+    which layers `w8a8` will keep in float32, because a multiply or a rotation in front of those would stay at run time.
+    """
     linked: list[Pass] = []
     for at, step in enumerate(passes):
-        follower = next((p for p in passes[at + 1 :] if p.name == "rotate"), None)
-        if step.name == "smooth" and follower is not None and getattr(step, "block", None) is None:
-            given = options_of(follower)
-            step = dataclasses.replace(step, block=given["block"], points=given["points"])  # type: ignore[type-var]
-        linked.append(step)
+        follower = {p.name: options_of(p) for p in reversed(passes[at + 1 :])}
+        given: dict[str, Any] = {}
+        if step.name == "smooth" and "rotate" in follower and getattr(step, "block", None) is None:
+            given = {option: follower["rotate"][option] for option in ("block", "points")}
+        if step.name in ("smooth", "rotate") and "w8a8" in follower and getattr(step, "keep_fp32", None) is None:
+            given["keep_fp32"] = follower["w8a8"]["keep_fp32"]
+        linked.append(dataclasses.replace(step, **given) if given else step)  # type: ignore[type-var]
     return linked
