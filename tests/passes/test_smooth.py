@@ -104,6 +104,22 @@ def test_folds_into_every_kind_of_producer(make: Any, evaluate: Any, module: Any
     torch.testing.assert_close(evaluate(after), evaluate(program), **CLOSE)
 
 
+class ViewedResidual(Viewed):
+    """The LayerNorm under the view is read once more; the view itself is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        y = torch.addmm(self.b, h.view(-1, h.size(-1)), self.w).view(*h.shape[:-1], 48)
+        return y[..., :32] + h
+
+
+def test_readers_between_the_producer_and_the_activation_count(make: Any, evaluate: Any) -> None:
+    program = make(ViewedResidual())
+    after = smoothed(program, alpha=0.5)
+    assert [d["folded"] for d in history(after)["details"].values()] == [None]
+    torch.testing.assert_close(evaluate(after), evaluate(program), **CLOSE)
+
+
 class Doubled(nn.Module):
     """The activation is an output of the model as well."""
 
