@@ -185,8 +185,7 @@ class RowQuantizer:
             assert scratch is not None
             emit_rotation(rotation, scratch, self.width, lambda values: _track(peak, values))
         amax = T.Bind(across(peak[span(0)], T.max))
-        # By vectors: TVM rewrites a scalar division by a constant into a product with its reciprocal, which rounds twice.
-        T.buffer_store(self.flat[f"scale{self.tag}"], lane(amax / f32(LEVELS)), [row])
+        T.buffer_store(self.flat[f"scale{self.tag}"], lane(amax) / T.float32(LEVELS), [row])
         inv = T.Bind(f32(LEVELS) / amax)
         again = source if scratch is None else (lambda off, valid: T.Bind(scratch[span(off)]))
         self._write(base, again, inv)

@@ -41,7 +41,7 @@ def build(spec: Attention) -> Any:
 
 
 def inputs(spec: Attention, batch: int, queries: int, keys: int, seed: int = 0) -> list[np.ndarray]:
-    """q, k, v and the mask, if any; the mask hides 3 keys in 10, and all keys of the first row it distinguishes."""
+    """q, k, v and the mask, if any; the mask hides 3 keys in 10, and all keys of its first row if it has several."""
     rng = np.random.default_rng(seed)
     shapes = [(batch, queries, spec.q.row), (batch, keys, spec.k.row), (batch, keys, spec.v.row)]
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -50,7 +50,8 @@ def inputs(spec: Attention, batch: int, queries: int, keys: int, seed: int = 0) 
     m = spec.mask
     shape = (batch if m.batch else 1, spec.heads if m.head else 1, queries if m.query else 1, keys)
     seen = rng.random(shape) > 0.3
-    seen.reshape(-1, keys)[:1] = False
+    if np.prod(shape[:3]) > 1:
+        seen.reshape(-1, keys)[0] = False
     if m.dtype == "float32":
         return [*arrays, np.where(seen, rng.standard_normal(shape), -np.inf).astype(np.float32)]
     return [*arrays, seen]

@@ -127,7 +127,7 @@ def test_rotated_codes_are_torchs(rotation: Rotation, static: bool) -> None:
 @pytest.mark.parametrize("width", [9, 128])
 def test_activation_comes_first(act: str, width: int) -> None:
     """The tail of width 9 is padded with zeros, which sigmoid would turn into 0.5: they must not enter the maximum."""
-    spec = QuantizeRows(AVX2, width, act=act, quantizer=Quantizer(smooth=True))
+    spec = QuantizeRows(AVX2, width, act=act, quantizer=Quantizer(smooth=width % 2 == 0))
     kernel = build(quantize, spec)
     x = -np.abs(awkward((3, 11), width))
     check_codes(spec, kernel, x, smooth_of(width), np.array([1], np.float32))
