@@ -200,6 +200,12 @@ def test_a_group_better_off_without_is_left_alone_by_name(make: Any) -> None:
     assert next(iter(history(after)["details"].values()))["alpha"] == "none"
 
 
+def test_without_gradients_a_layer_is_weighed_by_its_own_error(attention: Any) -> None:
+    bare = {k: dataclasses.replace(v, grads={}, held_grads={}) for k, v in attention.stats.activations.items()}
+    after = smoothed(attention.with_stats(dataclasses.replace(attention.stats, activations=bare)), check=False)
+    assert {d["weighed"] for d in history(after)["details"].values()} == {"layer"}
+
+
 def test_never_worse_than_half_or_none_on_held_out_samples(attention: Any) -> None:
     db = history(smoothed(attention))["details"]["(model)"]["output_error_db"]
     kept = history(smoothed(attention))["details"]["(model)"]["kept"]
