@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +33,7 @@ class Console:
 
     def emit(self, data: Any, text: str) -> None:
         """The result, on standard output: `data` as JSON with --json, else `text`."""
-        print(json.dumps(data, indent=1, allow_nan=False) if self.json else text, flush=True)
+        print(json.dumps(_finite(data), indent=1, allow_nan=False) if self.json else text, flush=True)
 
     def note(self, line: str) -> None:
         """One line about what was just done, on standard error."""
@@ -66,6 +68,8 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
         level = logging.WARNING if verbose == 0 else logging.INFO if verbose == 1 else logging.DEBUG
         logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s", force=True)
         logging.getLogger("khtst_compile").setLevel(level)
+        if verbose == 0:
+            warnings.simplefilter("ignore")  # of packages below us, about their own future: nothing a user could act on
         if threads is not None:
             # Read once, when torch and TVM load, which is after this.
             os.environ.update(OMP_NUM_THREADS=str(threads), TVM_NUM_THREADS=str(threads))
@@ -74,7 +78,16 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _finite(data: Any) -> Any:
+    """Infinities and NaN as text: JSON has no such numbers."""
+    if isinstance(data, dict):
+        return {k: _finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(v) for v in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Columns as wide as their content; those after the first are right-aligned where every entry starts like a number."""
     widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
     numeric = [bool(rows) and all(r[i][:1] in "-0123456789" for r in rows if r[i]) for i in range(len(header))]
