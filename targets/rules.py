@@ -127,10 +127,10 @@ def attend(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     q, k, v, mask, heads, kv_heads, head_dim, offsets, scale, causal = node.args
     h, g, d = int(heads), int(kv_heads), int(head_dim)  # type: ignore[arg-type]
     widths = [int(t.meta["val"].shape[2]) for t in (q, k, v)]  # type: ignore[union-attr]
-    operands = [attention.Operand(w, int(o)) for w, o in zip(widths, offsets, strict=True)]  # type: ignore[arg-type]
+    first, second, third = (attention.Operand(w, int(o)) for w, o in zip(widths, offsets, strict=True))  # type: ignore[arg-type]
     seen = _mask(mask)
-    spec = attention.Attention(isa, h, d, float(scale), *operands, kv_heads=g, mask=seen, causal=bool(causal))  # type: ignore[arg-type]
-    places = "_".join(f"{o.row}p{o.offset}" for o in operands)
+    spec = attention.Attention(isa, h, d, float(scale), first, second, third, g, seen, bool(causal))  # type: ignore[arg-type]
+    places = "_".join(f"{o.row}p{o.offset}" for o in (first, second, third))
     shown = f"{seen.dtype[0]}{int(seen.batch)}{int(seen.head)}{int(seen.query)}" if seen else "n"
     number = f"{float(scale):.7g}".replace(".", "d").replace("-", "m").replace("+", "")  # type: ignore[arg-type]
     key = f"attention_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
@@ -147,6 +148,10 @@ def _why_not(graph: fx.Graph, error: BaseException) -> str:
 def _tidy(model: ir.Model) -> None:
     """Weights stored once, dead nodes and unread tensors gone, and no trace of source paths or stack traces."""
     RemoveUnusedNodesPass()(model)
+    for value in model.graph.initializers.values():
+        # torch.onnx transposes float32 weights as views, which the next pass cannot hash.
+        if value.const_value is not None and not value.const_value.numpy().flags.c_contiguous:
+            value.const_value = ir.tensor(np.ascontiguousarray(value.const_value.numpy()), name=value.name)
     DeduplicateHashedInitializersPass()(model)
     RemoveUnusedOpsetsPass()(model)
     model.opset_imports.pop(DOMAIN, None)

@@ -6,6 +6,7 @@ read. A wrong layer then shows up alone: its neighbors are judged on their own i
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,13 @@ def replay(program: Program, taps: tuple[Tap, ...], values: list[Array], inputs:
     given = {t.node: torch.from_numpy(np.ascontiguousarray(v)) for t, v in zip(taps, values, strict=True)}
     by_node = {t.node: t for t in taps}
     seen: dict[str, Any] = dict(program.tensors())
+    known = {*seen, *program.user_inputs(), *given}  # values that are the kernels' own, to the bit
     rows: list[Row] = []
 
     def hook(node: fx.Node, value: Any) -> Any:
         tap = by_node.get(node.name)
         if tap is not None:
-            rows.extend(_judge(node, tap, given[node.name], value, seen))
+            rows.extend(_judge(node, tap, given[node.name], value, seen, known))
             value = given[node.name]  # what follows is judged on what the kernel really wrote
         seen[node.name] = value
         return value
@@ -55,11 +57,11 @@ def replay(program: Program, taps: tuple[Tap, ...], values: list[Array], inputs:
     return rows
 
 
-def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen: dict[str, Any]) -> list[Row]:
+def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen: dict[str, Any], known: set[str]) -> list[Row]:
     what = f"{tap.operator} {tap.kind}"
     if got.shape != want.shape:
         return [Row(tap.site, what, f"shape {tuple(got.shape)} for {tuple(want.shape)}", float("inf"), 0.0, "shapes are equal")]
-    exact = tap.operator == "quantize_rows"
+    exact = tap.operator == "quantize_rows" and _source(node).name in known
     if tap.operator == "norm_quantize" and tap.kind != "float":
         again = _quantize_again(node, seen)
         if again is not None:
@@ -74,6 +76,13 @@ def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen:
         return [_judge_gemm(node, tap, what, a, b, seen)]
     db, reason = FLOAT_BUDGETS[tap.operator]
     return [Row(tap.site, what, "relative error dB", relative_error_db(a, b), db, reason)]
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The tensor that the operator behind a result (or one item of it) reads first."""
+    operator_node = arguments(node)[0] if node.target is operator.getitem else node
+    first: fx.Node = arguments(operator_node)[0]
+    return first
 
 
 def _quantize_again(node: fx.Node, seen: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -1,0 +1,117 @@
+"""The folder format: written whole or not at all, checked before use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from khtst_compile import artifact
+from khtst_compile.errors import ArtifactError, UsageError
+
+FIELDS: dict[str, Any] = {
+    "kind": "quantized",
+    "made_by": {},
+    "source": "s",
+    "recipe": "w8a8",
+    "passes": [],
+    "inputs": [],
+    "outputs": [],
+    "axes": {},
+    "golden": {},
+    "meta": {},
+}
+
+
+def make(path: Path, text: str = "hello") -> Path:
+    with artifact.staging(path) as folder:
+        (folder / "data.bin").write_text(text)
+        artifact.write_manifest(folder, FIELDS)
+    return path
+
+
+def test_round_trip_and_replacement(tmp_path: Path) -> None:
+    path = make(tmp_path / "a")
+    assert artifact.read(path, kind="quantized").file("data.bin").read_text() == "hello"
+    make(path, "again")
+    assert artifact.read(path).file("data.bin").read_text() == "again"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_error_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    path = make(tmp_path / "a")
+    with pytest.raises(RuntimeError), artifact.staging(path) as folder:
+        (folder / "data.bin").write_text("half")
+        raise RuntimeError
+    assert artifact.read(path).file("data.bin").read_text() == "hello"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_a_dead_process_left_is_swept_up(tmp_path: Path) -> None:
+    dead = tmp_path / ".a.tmp-999999999"
+    dead.mkdir()
+    make(tmp_path / "a")
+    assert not dead.exists()
+
+
+def test_a_death_between_the_renames_loses_nothing(tmp_path: Path) -> None:
+    make(tmp_path / "a").rename(tmp_path / ".a.old-999999999")
+    with pytest.raises(RuntimeError), artifact.staging(tmp_path / "a"):
+        raise RuntimeError
+    assert artifact.read(tmp_path / "a").file("data.bin").read_text() == "hello"
+
+
+def test_foreign_folders_and_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    for path in (tmp_path / "mine", tmp_path / "mine" / "thesis.txt"):
+        with pytest.raises(UsageError, match="not an artifact"), artifact.staging(path):
+            pass
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "zip"}, "not a khtst-artifact"),
+        ({"version": 2}, "version 2"),
+        ({"kind": "soup"}, "soup"),
+        ({"inputs": None}, "'inputs'"),
+        ({"files": {"../../etc/passwd": {"sha256": "", "bytes": 0}}}, "impossible file"),
+        ({"inputs": [{"name": "x"}]}, "lacks name, dtype or shape"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_in_words(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = make(tmp_path / "a")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(ArtifactError, match=said):
+        artifact.read(path)
+
+
+def test_no_artifact_and_wrong_kind(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        artifact.read(tmp_path)
+    with pytest.raises(ArtifactError, match="khtst-compile lower"):
+        artifact.read(make(tmp_path / "a"), kind="library")
+    (tmp_path / "a" / "manifest.json").write_text("{")
+    with pytest.raises(ArtifactError, match="JSON"):
+        artifact.read(tmp_path / "a")
+
+
+def test_weights_are_mapped_in_place(tmp_path: Path) -> None:
+    arrays = [np.arange(5, dtype=np.int8), np.ones((3, 2), np.float32), np.zeros((0,), np.int32), np.array([True])]
+    table = artifact.write_weights(tmp_path / "w", arrays)
+    mapped = artifact.map_weights(tmp_path / "w", table)
+    for a, b in zip(arrays, mapped, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.dtype == b.dtype and b.ctypes.data % artifact.ALIGN == 0) or not b.size
+    mapped[0][0] = 9  # private: the file stays as it is
+    np.testing.assert_array_equal(artifact.map_weights(tmp_path / "w", table)[0], arrays[0])
+    with pytest.raises(ArtifactError, match="outside"):
+        artifact.map_weights(tmp_path / "w", [{"dtype": "int8", "shape": [10**9], "offset": 0}])
+    with pytest.raises(ArtifactError, match="object"):
+        artifact.map_weights(tmp_path / "w", [{"dtype": "object", "shape": [1], "offset": 0}])
