@@ -37,7 +37,6 @@ _TO_VM = (
     relax.transform.CallTIRRewrite,
     relax.transform.StaticPlanBlockMemory,
     relax.transform.LowerAllocTensor,
-    relax.transform.KillAfterLastUse,
     relax.transform.LowerRuntimeBuiltin,
     relax.transform.ComputePrimValue,
     relax.transform.VMShapeLower,

@@ -228,11 +228,16 @@ def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
 
         def visit_generic_const_(self, op: Any) -> Any:
             place = by_object.get(hash(op))
-            return op if place is None else self.builder_.emit(relax.TupleGetItem(self.weights, place))
+            if place is None:
+                return op
+            # The parameter is untyped and its items are taken by name: a typed tuple would be checked item by item on every call.
+            return self.builder_.emit(
+                relax.op.call_pure_packed("vm.builtin.tuple_getitem", self.weights, relax.prim_value(place), ty_args=[types[place]])
+            )
 
     for gv in names:
         function = module[gv]
-        weights = relax.Var("weights", relax.TupleType(types))
+        weights = relax.Var("weights", relax.ObjectType())
         body = Lift(module, weights).visit_expr(function.body)
         lifted = relax.Function([*function.params, weights], body, function.ret_ty, function.is_pure).with_attrs(function.attrs)
         module.update_func(gv, lifted)
