@@ -38,7 +38,7 @@ def open_engine(path: Path, threads: int) -> Engine:
     """An artifact of kind "library" (TVM) or "onnx" (run by onnxruntime)."""
     folder = artifacts.read(path, kind=("library", "onnx"))
     if folder.kind == "onnx":
-        return Engine("khtst onnx (ort)", _session(folder.file(ONNX_MODEL), threads))
+        return Engine("khtst onnx (ort)", ort_run(folder.file(ONNX_MODEL), threads))
     from khtst_compile import runtime
 
     loaded = runtime.load(path, threads=threads)
@@ -54,12 +54,12 @@ def baseline_engines(
     program = recapture(manifest)
     engines = []
     if "torch" in baselines:
-        engines.append(Engine("torch float32", _torch(program, threads), reference=True))
+        engines.append(Engine("torch float32", torch_run(program, threads), reference=True))
     if "ort" in baselines:
         started = time.perf_counter()
         plain, int8 = ort_models(program, scratch)
-        engines.append(Engine("onnxruntime float32", _session(plain, threads)))
-        engines.append(Engine("onnxruntime dynamic int8", _session(int8, threads)))
+        engines.append(Engine("onnxruntime float32", ort_run(plain, threads)))
+        engines.append(Engine("onnxruntime dynamic int8", ort_run(int8, threads)))
         say(f"baselines: exported and quantized for onnxruntime in {time.perf_counter() - started:.1f} s")
     return engines
 
@@ -78,7 +78,7 @@ def recapture(manifest: dict[str, Any]) -> Program:
         ) from error
 
 
-def _torch(program: Program, threads: int) -> Run:
+def torch_run(program: Program, threads: int) -> Run:
     """The captured graph as torch code, run eagerly in float32."""
     import torch
 
@@ -114,7 +114,7 @@ def ort_models(program: Program, scratch: Path) -> tuple[Path, Path]:
     return plain, int8
 
 
-def _session(model: Path, threads: int) -> Run:
+def ort_run(model: Path, threads: int) -> Run:
     """An onnxruntime session on the CPU."""
     import onnxruntime as ort
 
