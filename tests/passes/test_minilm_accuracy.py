@@ -66,20 +66,31 @@ def error_db(found: torch.Tensor, reference: torch.Tensor) -> float:
     return 20 * math.log10(float((found - reference).norm() / reference.norm()))
 
 
-def test_default_recipe(minilm: Program, embed: Embed, reference: torch.Tensor, texts: dict[str, list[str]]) -> None:
-    program = run_passes(minilm, parse("w8a8-rotated"))
-    found = embed(program, texts["queries"][:256])
-    # Measured -34.1 dB and .9996; activations in int8 with exact weights give -38.3, so a fault shows long before -33.
+@pytest.fixture(scope="module")
+def default(minilm: Program) -> Program:
+    return run_passes(minilm, parse("w8a8-rotated"))
+
+
+@pytest.mark.timeout(1800)
+def test_default_recipe(default: Program, embed: Embed, reference: torch.Tensor, texts: dict[str, list[str]]) -> None:
+    found = embed(default, texts["queries"][:256])
+    # Measured -34.0 dB and .9996; activations in int8 with exact weights give -38.3, so a fault shows long before -33.
     assert error_db(found, reference) <= -33.0
     assert float(torch.nn.functional.cosine_similarity(found, reference).min()) >= 0.9993
-    facts: dict[str, Any] = program.history[0]["details"]
+    facts: dict[str, Any] = default.history[0]["details"]
     assert all(f["evals"] <= 15 for site, f in facts.items() if site != "(model)")
-    corpus = [embed(p, texts["corpus"]) for p in (minilm, program)]
-    exact, quantized = (e @ c.T for e, c in zip((reference, found), corpus, strict=True))
-    agreement = float((exact.argmax(1) == quantized.argmax(1)).float().mean())
-    assert agreement >= 0.985, agreement
 
 
+@pytest.mark.timeout(1800)
+def test_retrieval_finds_the_same(minilm: Program, default: Program, embed: Embed, texts: dict[str, list[str]]) -> None:
+    best = [(embed(p, texts["queries"]) @ embed(p, texts["corpus"]).T).argmax(1) for p in (minilm, default)]
+    agreement = float((best[0] == best[1]).float().mean())
+    # Measured .986: 7 of 500 queries change, each between two entries that differ by less than .0032 in cosine. Another CPU's order of
+    # additions may flip a few such ties, so the test allows 10; the benchmark reports the figure itself against its .985.
+    assert agreement >= 0.98, agreement
+
+
+@pytest.mark.timeout(1800)
 def test_trust_beats_one_alpha_for_all(
     minilm: Program, embed: Embed, reference: torch.Tensor, texts: dict[str, list[str]]
 ) -> None:
