@@ -67,9 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = cli.main(args=given, prog_name="khtst-compile", standalone_mode=False)
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit, into nothing instead of into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit):  # Click turns the one into the other
+        # Python flushes standard output once more at exit: into nothing instead of into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+        sys.stdout = sys.__stdout__
         code = 141
     except (Exception, KeyboardInterrupt) as error:  # every failure becomes one message and one code
         code = exit_code_of(error, given)
