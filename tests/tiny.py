@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -55,3 +59,30 @@ def unsupported() -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 def broken() -> tuple[nn.Module, tuple[torch.Tensor]]:
     raise RuntimeError("no weights today")
+
+
+def save_bert(folder: Path, tokenizer: Path) -> Path:
+    """A sentence-embedding model folder as sentence-transformers writes them: one BERT layer of width 32 with random weights, mean pooling.
+
+    tokenizer: a folder to copy the tokenizer's files from.
+    """
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, max_position_embeddings=64
+    )
+    torch.manual_seed(0)
+    BertModel(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(tokenizer / name, folder / name)
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 48, "do_lower_case": False}))
+    return folder
