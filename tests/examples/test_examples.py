@@ -121,3 +121,23 @@ def test_demo(tree: Path, bert: Path) -> None:
     assert all(q["error_db"] < -20 for q in report["quality"][1:])
     assert {tuple(r["shape"].values()) for r in report["speed"]} == {(1, 8)}
     assert sorted(p.name for p in (tree / "out").iterdir()) == ["onnx", "quantized", "x86"]
+
+
+def test_docs_list_every_recipe_and_every_manifest_field() -> None:
+    from khtst_compile import artifact
+    from khtst_compile.recipe import RECIPES
+
+    recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").replace("\\|", "|")
+    assert [n for n, text in RECIPES.items() if f"| `{n}` | " + (f"`{text}`" if text else "(nothing)") not in recipes] == []
+    fields = (ROOT / "docs" / "artifact.md").read_text(encoding="utf-8")
+    known = {*artifact._FIELDS, *(f for more in artifact._BY_KIND.values() for f in more)}
+    assert [f for f in sorted(known) if f"`{f}`" not in fields] == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8")):
+            if not link.startswith("http") and not (file.parent / link).exists():
+                broken.append(f"{file.name}: {link}")
+    assert broken == []
