@@ -166,6 +166,8 @@ class Rewriter:
     def __init__(self, program: Program):
         self.program = program
         self.graph: fx.Graph = copy.deepcopy(program.graph)
+        for old, new in zip(program.graph.nodes, self.graph.nodes, strict=True):
+            new.name = old.name  # a copy renames what is called like a Python builtin; the signature goes by name
         self.tensors = program.tensors()
         self._new: dict[str, torch.Tensor] = {}
         self._by_name = {n.name: n for n in self.graph.nodes}
@@ -189,16 +191,18 @@ class Rewriter:
         self._new[node.name] = tensor.detach().contiguous()
         return node
 
-    def call(self, target: Any, *args: Any, before: fx.Node, like: fx.Node | None = None) -> fx.Node:
-        """Insert `target(*args)` before a node; provenance is that of `like` (default: `before`)."""
+    def call(
+        self, target: Any, *args: Any, before: fx.Node, like: fx.Node | None = None, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Insert `target(*args, **kwargs)` before a node; provenance is that of `like` (default: `before`)."""
         origin = like if like is not None else before
         with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         for key in ("nn_module_stack", "stack_trace"):
             if key in origin.meta:
                 node.meta[key] = origin.meta[key]
         with self._fake_mode():
-            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **(kwargs or {}))
         return node
 
     def getitem(self, source: fx.Node, index: int, before: fx.Node) -> fx.Node:

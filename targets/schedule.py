@@ -78,18 +78,19 @@ def _one(sch: Any, block: Any) -> None:
     if not spatial:
         return
     lanes = _lanes(_extent(sch, spatial[-1]))
-    outer = spatial
-    if lanes > 1:
-        rest, vector = sch.split(spatial[-1], [None, lanes])
-        outer = [*spatial[:-1], rest]
-        sch.reorder(*outer, *reduced, vector)
+    if lanes == 1:
         if reduced:
-            init = sch.decompose_reduction(block, reduced[0])
-            sch.vectorize(sch.get_loops(init)[-1])
-        sch.vectorize(vector)
-    elif reduced:
-        sch.reorder(*spatial, *reduced)
+            sch.reorder(*spatial, *reduced)
+        _parallel(sch, spatial, lanes)
+        return
+    rest, vector = sch.split(spatial[-1], [None, lanes])
+    outer = [*spatial[:-1], rest]
+    sch.reorder(*outer, *reduced, vector)
     _parallel(sch, outer, lanes)
+    sch.vectorize(vector)
+    if reduced:  # last: a block without its initialization no longer counts as a reduction
+        init = sch.decompose_reduction(block, reduced[0])
+        sch.vectorize(sch.get_loops(init)[-1])
 
 
 def _loops(sch: Any, block: Any) -> tuple[list[Any], list[Any]]:

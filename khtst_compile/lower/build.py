@@ -23,6 +23,7 @@ def _legalize() -> Any:
 
 # What becomes fused TIR before scheduling; our kernels are opaque to all of it.
 _FUSION = (
+    relax.backend.DispatchSortScan,
     _legalize,
     relax.transform.AnnotateTIROpPattern,
     relax.transform.FoldConstant,

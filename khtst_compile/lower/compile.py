@@ -50,7 +50,7 @@ def compile_program(
     runner, results = _golden_run(graph, target, folder, weights, [inputs[s.name] for s in program.inputs])
     bar.advance(note="run")
     outputs, taps = results[: len(program.outputs)], results[len(program.outputs) :]
-    report = ParityReport(tuple(replay(graph.program, graph.taps, taps, {k: torch.from_numpy(v) for k, v in inputs.items()})))
+    report = ParityReport(tuple(replay(graph, outputs, taps, {k: torch.from_numpy(v) for k, v in inputs.items()})))
     report.require(f"lower for {target.name}")
     golden |= {f"lowered/{s.name}": v for s, v in zip(program.outputs, outputs, strict=True)}
     np.savez(folder / GOLDEN, **golden)  # type: ignore[arg-type]

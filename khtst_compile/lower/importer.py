@@ -10,14 +10,67 @@ import torch
 from torch import fx
 from tvm import relax
 
-from khtst_compile.program import Program
+from khtst_compile.program import Program, Rewriter
 
 aten = torch.ops.aten
 
 
+# Operators whose operands torch converts to the result's dtype before computing; TVM converts to the first operand's.
+_ARITHMETIC = {
+    aten.add,
+    aten.sub,
+    aten.mul,
+    aten.div,
+    aten.pow,
+    aten.maximum,
+    aten.minimum,
+    aten.where,
+    aten.cumsum,
+    aten.sum,
+    aten.mean,
+}
+# Comparisons: operands meet in their common dtype, the result is bool.
+_COMPARISON = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
+
+
 def prepare(program: Program) -> Program:
-    """Decompose to core ATen (khtst:: operators stay whole)."""
-    return replace(program, ep=program.ep.run_decompositions())
+    """Decompose to core ATen (khtst:: operators stay whole) and make every implied conversion explicit."""
+    return explicit_dtypes(replace(program, ep=program.ep.run_decompositions()))
+
+
+def explicit_dtypes(program: Program) -> Program:
+    """Cast operands to the dtype torch computes in: without it an int64 tensor times 1.001 comes out times 1."""
+    rw = Rewriter(program)
+    for node in list(rw.graph.nodes):
+        family = getattr(node.target, "overloadpacket", None)
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+            continue
+        if family in _ARITHMETIC:
+            _cast_operands(rw, node, value.dtype)
+        elif family in _COMPARISON:
+            _cast_operands(rw, node, torch.result_type(*(_operand(a) for a in node.args[:2])))
+    return rw.finish()
+
+
+def _operand(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def _cast_operands(rw: Rewriter, node: fx.Node, dtype: torch.dtype) -> None:
+    """Tensors become `dtype`; a Python scalar becomes a float where that is one. A condition (bool, first of `where`) stays."""
+    args = list(node.args)
+    first = 1 if node.target is aten.where.self else 0
+    scalars = (
+        1 if node.target in (aten.mul.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar) else 0
+    )
+    for i, argument in enumerate(args[first:], start=first):
+        tensor = _operand(argument)
+        if isinstance(argument, fx.Node) and isinstance(tensor, torch.Tensor) and tensor.dtype != dtype:
+            args[i] = rw.call(aten._to_copy.default, argument, before=node, kwargs={"dtype": dtype})
+        elif scalars and i == 1 and isinstance(argument, int) and dtype.is_floating_point:
+            args[i] = float(argument)
+    node.args = tuple(args)
 
 
 def _dynamic_slice(node: fx.Node, importer: Any) -> Any:
@@ -45,7 +98,18 @@ def _embedding(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit(relax.op.take(table, index, axis=0, mode="fast"))
 
 
+def _clamp(node: fx.Node, importer: Any) -> Any:
+    """TVM's own converter takes infinity for a missing bound, which no integer can be."""
+    value = importer.env[node.args[0]]
+    for bound, operation in zip(node.args[1:3], (relax.op.maximum, relax.op.minimum), strict=False):
+        if bound is not None:
+            limit = importer.env[bound] if isinstance(bound, fx.Node) else relax.const(bound, value.ty.dtype)
+            value = importer.block_builder.emit(operation(value, limit))
+    return value
+
+
 CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "slice.Tensor": _dynamic_slice,
     "embedding.default": _embedding,
+    "clamp.default": _clamp,
 }

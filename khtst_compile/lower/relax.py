@@ -189,8 +189,9 @@ def _split_main(module: Any, outputs: int) -> Any:
     )
     main = relax.Function(function.params, body, result, function.is_pure).with_attrs(function.attrs)
     taps = relax.utils.copy_with_new_vars(function)
-    module["taps"] = taps.with_attr("global_symbol", "taps")
-    module["main"] = main.with_attr("global_symbol", "main")
+    for name, made in (("taps", taps), ("main", main)):
+        # With upper bounds the planner reserves memory for the largest batch and length at once: gigabytes for a batch of one.
+        module[name] = made.without_attr("tir_var_upper_bound").with_attr("global_symbol", name)
     return relax.transform.DeadCodeElimination(["main", "taps"])(relax.transform.Normalize()(module))
 
 
@@ -232,7 +233,9 @@ def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
                 return op
             # The parameter is untyped and its items are taken by name: a typed tuple would be checked item by item on every call.
             return self.builder_.emit(
-                relax.op.call_pure_packed("vm.builtin.tuple_getitem", self.weights, relax.prim_value(place), ty_args=[types[place]])
+                relax.op.call_pure_packed(
+                    "vm.builtin.tuple_getitem", self.weights, relax.prim_value(place), ty_args=[types[place]]
+                )
             )
 
     for gv in names:

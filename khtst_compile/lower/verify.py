@@ -32,7 +32,7 @@ def verify_artifact(
     if reference is None:
         rows += _against_hashes(folder, taps)
     elif (Path(reference) / artifact.MANIFEST).is_file():
-        rows += _against_quantized(folder, artifact.read(reference, kind="quantized"), inputs, taps, say)
+        rows += _against_quantized(folder, artifact.read(reference, kind="quantized"), inputs, outputs, taps, say)
     else:
         golden |= _original(folder, reference, task, inputs, taps, rows, say)
     exact = {k.removeprefix("fp32/"): v for k, v in golden.items() if k.startswith("fp32/")}
@@ -70,7 +70,12 @@ def _against_hashes(folder: artifact.Folder, taps: list[Array]) -> list[Row]:
 
 
 def _against_quantized(
-    folder: artifact.Folder, reference: artifact.Folder, inputs: dict[str, Array], taps: list[Array], say: Say
+    folder: artifact.Folder,
+    reference: artifact.Folder,
+    inputs: dict[str, Array],
+    outputs: dict[str, Array],
+    taps: list[Array],
+    say: Say,
 ) -> list[Row]:
     """Kernel by kernel against torch, with the reference's own weights and scales."""
     import torch
@@ -83,7 +88,9 @@ def _against_quantized(
         say(f"{folder.kind} artifacts are compared on their outputs alone")
         return []
     graph = kernel_graph(load_program(reference))
-    return replay(graph.program, graph.taps, taps, {k: torch.from_numpy(v) for k, v in inputs.items()})
+    return replay(
+        graph, [outputs[s.name] for s in graph.program.outputs], taps, {k: torch.from_numpy(v) for k, v in inputs.items()}
+    )
 
 
 def _original(
