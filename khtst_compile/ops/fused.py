@@ -31,9 +31,7 @@ def activate(x: torch.Tensor, act: str) -> torch.Tensor:
     return ACTIVATIONS[act](x)
 
 
-def norm_reference(
-    x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float, rms: bool
-) -> torch.Tensor:
+def norm_reference(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float, rms: bool) -> torch.Tensor:
     """LayerNorm over the last axis, or RMSNorm `gamma * (x * rsqrt(mean(x^2) + eps))`; x: (..., features) float32."""
     if not rms:
         return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
@@ -138,9 +136,7 @@ def linear(
 
 
 @linear.register_fake
-def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: str, residual: torch.Tensor | None
-) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: str, residual: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
