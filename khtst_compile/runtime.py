@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +56,9 @@ class Engine:
         import tvm_ffi
         from tvm import relax
 
-        self._tvm, self._lock = tvm, threading.Lock()
+        self._tvm, self._lock, self._threads = tvm, threading.Lock(), threads
         self._arrays = weights  # kernels read these in place
         self._weights = tvm_ffi.convert([_tensor(tvm, a) for a in weights])
-        configure_threads(threads)
         try:
             self._vm = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
         except (OSError, RuntimeError) as error:
@@ -64,7 +66,7 @@ class Engine:
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
         """Run `function` ("main" or "taps") and return what it returns."""
-        with self._lock:
+        with self._lock, _workers(self._threads):
             results = self._vm[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
             return [r.numpy() for r in results]
 
@@ -106,11 +108,42 @@ class Artifact:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
 
 
-def configure_threads(threads: int) -> None:
-    """Size TVM's worker pool."""
+_pool = threading.local()  # TVM keeps one worker pool per calling thread
+_pool_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _workers(threads: int) -> Iterator[None]:
+    """Run the block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards.
+
+    Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: a second thread then gains nothing.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        if getattr(_pool, "shape", None) != (threads, cores):
+            _make_pool(threads, cores)
+        if threads > 1 and len(cores) > 1:
+            os.sched_setaffinity(0, {cores[0]})
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _make_pool(threads: int, cores: list[int]) -> None:
     import tvm
 
-    tvm.get_global_func("runtime.config_threadpool")(1, threads)
+    with _pool_lock:
+        before = _tasks()
+        tvm.get_global_func("runtime.config_threadpool")(1, threads)
+        for number, task in enumerate(sorted(_tasks() - before), start=1):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(task, {cores[number % len(cores)]})
+    _pool.shape = (threads, cores)
+
+
+def _tasks() -> set[int]:
+    """Ids of this process's threads."""
+    return {int(t.name) for t in Path("/proc/self/task").iterdir()}
 
 
 def _tensor(tvm: Any, array: Array) -> Any:
