@@ -36,6 +36,9 @@ class Dot:
     parts:        vectors of weights of one step: 1, or 2 for "pairs" (k 0, 1 and k 2, 3).
     rows:         rows of a tile whose accumulators, weights, codes and products fill the register file.
     intrinsic:    LLVM's name.
+    unroll:       steps of one turn of the loop over k.
+    prefetch:     each step asks for the same step of the next panel. With 4 rows a panel that was not in the cache is used
+                  up before hardware prefetching has followed: 9 % at 16 rows, 3 % at 128.
     baseline:     every machine the project runs on has it (AVX2); it is never emulated.
     """
 
@@ -45,6 +48,8 @@ class Dot:
     parts: int
     rows: int
     intrinsic: str
+    unroll: int = 1
+    prefetch: bool = False
     baseline: bool = False
 
     @property
@@ -71,18 +76,20 @@ class Dot:
         packed = [buffer[span(start + p * size, size)] for p in range(self.parts)]
         return [T.Bind(p if self.kind == "dpbusd" else T.cast(p, self._parts("int16"))) for p in packed]
 
-    def accumulate(self, acc: Expr, codes: list[Expr], weights: list[Expr], emulated: bool) -> Expr:
-        """acc + the step's products, int32."""
+    def accumulate(self, acc: list[Expr], codes: list[Expr], weights: list[list[Expr]], emulated: bool) -> list[Expr]:
+        """acc + one row's products with each vector of columns, int32; one entry of `acc` and `weights` a vector."""
         if self.kind == "pairs":
-            left, right = T.Bind(codes[0] + weights[1]), T.Bind(codes[1] + weights[0])
+            # All the sums first: every product is then ready to start.
+            left, right = ([T.Bind(codes[p] + w[1 - p]) for w in weights] for p in (0, 1))
         else:
-            left, right = codes[0], weights[0]
+            left, right = [codes[0] for _ in weights], [w[0] for w in weights]
         if emulated and not self.baseline:
-            return self._meaning(acc, left, right)
+            return [self._meaning(*each) for each in zip(acc, left, right, strict=True)]
         result = f"int32x{self.lanes}"
         if self.kind == "dpbusd":
-            return T.call_llvm_pure_intrin(result, self.intrinsic, acc, left, right)
-        return acc + T.call_llvm_pure_intrin(result, self.intrinsic, left, right)
+            return [T.call_llvm_pure_intrin(result, self.intrinsic, *each) for each in zip(acc, left, right, strict=True)]
+        products = [T.call_llvm_pure_intrin(result, self.intrinsic, *each) for each in zip(left, right, strict=True)]
+        return [a + p for a, p in zip(acc, products, strict=True)]
 
     def _meaning(self, acc: Expr, left: Expr, right: Expr) -> Expr:
         """The instruction from shifts, multiplications and additions of int32 lanes."""
@@ -144,7 +151,7 @@ class Dot:
 
 
 _DOTS = {
-    ("pairs", 256): Dot("pairs", 8, 4, 2, 4, "llvm.x86.avx2.pmadd.wd", baseline=True),
+    ("pairs", 256): Dot("pairs", 8, 4, 2, 4, "llvm.x86.avx2.pmadd.wd", 2, prefetch=True, baseline=True),
     ("maddwd", 512): Dot("maddwd", 16, 2, 1, 6, "llvm.x86.avx512.pmaddw.d.512"),
     ("dpbusd", 256): Dot("dpbusd", 8, 4, 1, 6, "llvm.x86.avx512.vpdpbusd.256"),
     ("dpbusd", 512): Dot("dpbusd", 16, 4, 1, 6, "llvm.x86.avx512.vpdpbusd.512"),

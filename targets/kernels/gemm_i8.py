@@ -28,7 +28,7 @@ from .act import activation
 from .dot import Dot, dot_of
 from .rows import LEAD2, Arguments, Lead, round_up
 from .tiles import Panels, Sink, for_tiles, panels_of
-from .vec import Expr, Floats, fma, fma_reference, i32, small, span, splat, store, to_float
+from .vec import Expr, Floats, fma, fma_reference, i32, prefetch, small, span, splat, store, to_float
 
 CODES_ALIGNMENT = 16
 """Codes are stored in rows of round_up(K, 16) elements."""
@@ -164,14 +164,22 @@ def _sums(spec: GemmI8, flat: dict[str, Expr], terms: Expr | None, panel: Expr, 
             start = T.Bind(flat["compensation"][span(panel * panels.width + j * lanes, lanes)])
         for i in range(count):
             store(acc[i][j], start if terms is None else start - splat(terms[first + i], lanes), 0)
-    with T.serial(T.int64(0), T.int64(spec.groups)) as g:
-        packed = T.Bind((panel * spec.groups + g) * (vectors * dot.bytes))
-        weights = [dot.weights(flat["weights"], packed + j * dot.bytes) for j in range(vectors)]
-        for i in range(count):
-            codes = dot.codes(flat["codes"], (first + i) * spec.codes_width + g * dot.group)
-            for j in range(vectors):
-                old = acc[i][j][span(0, lanes)]
-                store(acc[i][j], dot.accumulate(old, codes, weights[j], spec.isa.emulated), 0)
+    # Whole turns: `groups` is a multiple of 4 where a turn has more than one step.
+    size = vectors * dot.bytes
+    here = T.Bind(panel * (spec.groups * size))
+    ahead = T.Bind(T.min(panel + 1, T.int64(panels.count - 1)) * (spec.groups * size))
+    with T.serial(T.int64(0), T.int64(spec.groups // dot.unroll)) as turn:
+        for u in range(dot.unroll):
+            g = turn * dot.unroll + u
+            if dot.prefetch:
+                prefetch(flat["weights"], ahead + g * size)
+            packed = T.Bind(here + g * size)
+            weights = [dot.weights(flat["weights"], packed + j * dot.bytes) for j in range(vectors)]
+            for i in range(count):
+                codes = dot.codes(flat["codes"], (first + i) * spec.codes_width + g * dot.group)
+                sums = dot.accumulate([a[span(0, lanes)] for a in acc[i]], codes, weights, spec.isa.emulated)
+                for a, value in zip(acc[i], sums, strict=True):
+                    store(a, value, 0)
     return acc
 
 

@@ -67,6 +67,12 @@ def small(lanes: int = LANES, dtype: str = "float32") -> Expr:
     return T.alloc_buffer((lanes,), dtype, scope="global")
 
 
+def prefetch(buffer: Expr, index: Expr) -> None:
+    """Ask for the cache line of an element, to be read soon."""
+    read, keep_in_l1, data = T.int32(0), T.int32(3), T.int32(1)
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch.p0", T.address_of(buffer[index]), read, keep_in_l1, data))
+
+
 def keep(value: Expr) -> Expr:
     """Pass a vector through a small buffer: TVM's simplifiers stop here, LLVM removes it.
 
