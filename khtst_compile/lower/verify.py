@@ -32,7 +32,7 @@ def verify_artifact(
     if reference is None:
         rows += _against_hashes(folder, taps)
     elif (Path(reference) / artifact.MANIFEST).is_file():
-        rows += _against_quantized(folder, artifact.read(reference, kind="quantized"), inputs, outputs, taps, say)
+        rows += _against_quantized(folder, artifact.read(reference, kind="quantized"), inputs, outputs, taps, threads, say)
     else:
         golden |= _original(folder, reference, task, inputs, taps, rows, say)
     exact = {k.removeprefix("fp32/"): v for k, v in golden.items() if k.startswith("fp32/")}
@@ -75,19 +75,26 @@ def _against_quantized(
     inputs: dict[str, Array],
     outputs: dict[str, Array],
     taps: list[Array],
+    threads: int | None,
     say: Say,
 ) -> list[Row]:
-    """Kernel by kernel against torch, with the reference's own weights and scales."""
+    """Layer by layer against torch, with the reference's own weights and scales."""
     import torch
 
     from khtst_compile.api import load_program
+
+    program = load_program(reference)
+    if folder.kind == "onnx":
+        from khtst_compile.lower.onnx_replay import replay_onnx
+
+        return replay_onnx(program, folder.file("model.onnx"), inputs, threads)
+    if folder.kind == "quantized":
+        say("a quantized artifact is compared on its outputs alone")
+        return []
     from khtst_compile.lower.relax import kernel_graph
     from khtst_compile.lower.replay import replay
 
-    if folder.kind != "library":
-        say(f"{folder.kind} artifacts are compared on their outputs alone")
-        return []
-    graph = kernel_graph(load_program(reference))
+    graph = kernel_graph(program)
     return replay(
         graph, [outputs[s.name] for s in graph.program.outputs], taps, {k: torch.from_numpy(v) for k, v in inputs.items()}
     )

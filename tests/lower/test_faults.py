@@ -82,6 +82,26 @@ def test_a_sound_artifact_passes_every_way(library: Path, quantized: Path) -> No
         assert report.ok, report.table(5)
 
 
+def test_onnx_agrees_and_a_flipped_weight_is_named(quantized: Path, tmp_path: Path) -> None:
+    import onnx
+
+    kc.export(quantized, tmp_path / "onnx")
+    sound = kc.verify(tmp_path / "onnx", reference=quantized)
+    assert sound.ok, sound.table(5)
+    assert {"int32 sums", "codes", "output"} <= {r.what for r in sound.rows}
+    model = onnx.load(tmp_path / "onnx" / "model.onnx")
+    (weight,) = (t for t in model.graph.initializer if t.name.endswith("up_int8.kn") and "blocks_1" in t.name)
+    data = bytearray(weight.raw_data)
+    data[5] ^= 1
+    weight.raw_data = bytes(data)
+    onnx.save(model, tmp_path / "onnx" / "model.onnx")
+    manifest = json.loads((tmp_path / "onnx" / artifact.MANIFEST).read_text())
+    manifest["files"]["model.onnx"]["sha256"] = artifact.sha256(tmp_path / "onnx" / "model.onnx")
+    (tmp_path / "onnx" / artifact.MANIFEST).write_text(json.dumps(manifest))
+    first = kc.verify(tmp_path / "onnx", reference=quantized).first_over
+    assert first is not None and (first.site, first.what) == (HIT, "int32 sums")
+
+
 def test_an_altered_file_is_refused_before_it_is_loaded(copy: Path) -> None:
     weights = bytearray((copy / WEIGHTS).read_bytes())
     weights[100] ^= 1

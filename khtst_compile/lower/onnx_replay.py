@@ -1,0 +1,107 @@
+"""Layer by layer for ONNX: codes, integer sums and outputs as onnxruntime computes them, against the quantized program's own tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from khtst_compile.errors import ArtifactError
+from khtst_compile.ops.w8a8_linear import int8_matmul, w8a8_linear_reference
+from khtst_compile.parity import Row, codes_differ, worst_ulp_of_terms
+from khtst_compile.program import Program, arguments, call_nodes, site_of
+
+Array = npt.NDArray[Any]
+OFFSET = 128  # codes and weights are stored as uint8 with this zero point: the one form onnxruntime runs fast and exactly
+EXACT = "integers from equal inputs are equal"
+# onnxruntime rounds the two scalings and the bias one after the other where the operator has one fused multiply-add.
+FLOAT_ULP, FLOAT_REASON = 70.0, "a row's scale a few ulp off; two scalings and a bias, each rounded, for one fused multiply-add"
+NEAR_TIE = "other orders of float32 sums before the quantizer: a code next to a tie moves by one"
+NEAR_TIE_SHARE = 5e-3
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Names in the ONNX graph of one int8 product: the codes it reads, its int32 sums, and the linear's float output."""
+
+    codes: str
+    sums: str
+    output: str
+
+
+def replay_onnx(program: Program, model: Path, inputs: dict[str, Array], threads: int | None) -> list[Row]:
+    """program: what was exported; model: the .onnx file. Rows for codes, sums and output of every quantized linear, in order.
+
+    The program runs in torch, but after each linear goes on with what onnxruntime computed there, so that every layer is judged on
+    nearly its own inputs. Raises ArtifactError where the model has other int8 products than the program.
+    """
+    linears = list(call_nodes(program.graph, torch.ops.khtst.w8a8_linear.default))
+    returned = arguments(next(n for n in reversed(program.graph.nodes) if n.op == "output"))[0]
+    public = {n.name: s.name for n, s in zip(returned, program.outputs, strict=True)}
+    products, values = _run(model, [public.get(n.name) for n in linears], inputs, threads)
+    if len(products) != len(linears):
+        raise ArtifactError(
+            f"{model}: has {len(products)} int8 products, the reference {len(linears)}; it was exported from another program; export again"
+        )
+    pairs = dict(zip((n.name for n in linears), products, strict=True))
+    seen: dict[str, Any] = dict(program.tensors())
+    rows: list[Row] = []
+
+    def hook(node: fx.Node, value: Any) -> Any:
+        if node.name in pairs:
+            product = pairs[node.name]
+            rows.extend(_judge(node, product, values, seen))
+            value = torch.from_numpy(values[product.output])
+        seen[node.name] = value
+        return value
+
+    with torch.no_grad():
+        program.run({k: torch.from_numpy(v) for k, v in inputs.items()}, hook)
+    return rows
+
+
+def _run(
+    model: Path, public: list[str | None], inputs: dict[str, Array], threads: int | None
+) -> tuple[list[_Product], dict[str, Array]]:
+    """The int8 products in graph order, and every value they name. public: names of those results that are outputs of the model."""
+    import onnx
+    import onnxruntime
+
+    proto = onnx.load(str(model))
+    products = [
+        _Product(n.input[0], n.output[0], n.output[0].removesuffix(".acc"))
+        for n in proto.graph.node
+        if n.op_type == "MatMulInteger"
+    ]
+    names = list(dict.fromkeys(name for p in products for name in (p.codes, p.sums, p.output)))
+    present = {o.name for o in proto.graph.output}
+    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(n) for n in names if n not in present)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return products, dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def _judge(node: fx.Node, product: _Product, values: dict[str, Array], seen: dict[str, Any]) -> list[Row]:
+    site = site_of(node)
+    operands: list[Any] = [None if a is None else seen[a.name] for a in arguments(node)]
+    want_codes, scale, weight, weight_scale, bias = operands
+    codes = torch.from_numpy((values[product.codes].astype(np.int16) - OFFSET).astype(np.int8))
+    largest, share = codes_differ(codes.numpy(), want_codes.numpy())
+    sums = int8_matmul(codes, weight)
+    off = np.abs(values[product.sums].astype(np.int64) - sums.numpy().astype(np.int64))
+    want = w8a8_linear_reference(codes, scale, weight, weight_scale, bias).numpy()
+    terms = np.abs(sums.numpy() * (scale.unsqueeze(-1) * weight_scale).double().numpy())
+    if bias is not None:
+        terms = terms + np.abs(bias.double().numpy())
+    return [
+        Row(site, "codes", "largest difference", largest, 1.0, NEAR_TIE),
+        Row(site, "codes", "share that differs", share, NEAR_TIE_SHARE, NEAR_TIE),
+        Row(site, "int32 sums", "largest difference", float(off.max(initial=0)), 0.0, EXACT),
+        Row(site, "output", "ulp of terms", worst_ulp_of_terms(values[product.output], want, terms), FLOAT_ULP, FLOAT_REASON),
+    ]
