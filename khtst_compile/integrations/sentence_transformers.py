@@ -1,6 +1,5 @@
-"""An artifact as the only module of a SentenceTransformer, whose `encode` then runs the compiled model.
-
-    SentenceTransformer(modules=[ArtifactModule("minilm-x86")]).encode(["a text"])
+"""An artifact as the only module of a SentenceTransformer, whose `encode` then runs the compiled model:
+`SentenceTransformer(modules=[ArtifactModule("minilm-x86")]).encode(["a text"])`.
 """
 
 from __future__ import annotations
