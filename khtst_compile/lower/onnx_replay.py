@@ -73,10 +73,10 @@ def _run(
     import onnxruntime
 
     proto = onnx.load(str(model))
+    found = [n for n in proto.graph.node if n.op_type == "MatMulInteger"]
+    shown = [*public, *([None] * len(found))]
     products = [
-        _Product(n.input[0], n.output[0], n.output[0].removesuffix(".acc"))
-        for n in proto.graph.node
-        if n.op_type == "MatMulInteger"
+        _Product(n.input[0], n.output[0], name or n.output[0].removesuffix(".acc")) for n, name in zip(found, shown, strict=False)
     ]
     names = list(dict.fromkeys(name for p in products for name in (p.codes, p.sums, p.output)))
     present = {o.name for o in proto.graph.output}
