@@ -56,10 +56,10 @@ def quantize(
 ) -> Result:
     """Capture `source`, calibrate it, run the recipe and write a "quantized" artifact.
 
-    source: a Hugging Face folder, "package.module:factory", a .pt2 file, or a Program. calib: a file (see samples.load_samples) or Samples;
-    random: made-up samples instead, with a warning. recipe: text or a name (default: recipe.DEFAULT_RECIPE). keep_fp32: globs of sites
-    that stay float32. shapes: axis -> (min, max). limit, max_length: samples at most, tokens of each at most. dump: folder for the graph after
-    each pass. Raises KhtstError subclasses; nothing is left at `output` then.
+    source: a Hugging Face folder, "package.module:factory", a .pt2 file, or a Program. calib: a file (see samples.load_samples) or
+    Samples; random: made-up samples instead, with a warning. recipe: text or a name (default: recipe.DEFAULT_RECIPE). keep_fp32: globs
+    of sites that stay float32. shapes: axis -> (min, max). limit, max_length: samples at most, tokens of each at most. dump: folder
+    for the graph after each pass. Raises KhtstError subclasses; nothing is left at `output` then.
     """
     from khtst_compile import recipe as recipes
     from khtst_compile.calibrate import calibrate
@@ -96,7 +96,7 @@ def quantize(
             "axes": {k: list(v) for k, v in program.axes.items()},
             "ranges": _id_ranges(quantized),
             "golden": {"samples": samples.source, "accuracy": figures},
-            "meta": {**program.meta, "tokenizer": None, "calibration": samples.source, "seed": seed},
+            "meta": {**program.meta, "tokenizer": None, "calibration": samples.source, "seed": seed, "shapes": shapes},
         }
         _copy_tokenizer(program.meta.get("tokenizer"), folder)
         save_program(quantized, folder / PROGRAM)

@@ -71,7 +71,7 @@ def recapture(manifest: dict[str, Any]) -> Program:
     meta = manifest["meta"]
     known = meta["task"] if meta["task"] != "module" else None
     try:
-        return capture(meta["source"], task=known, seed=int(meta["seed"]))
+        return capture(meta["source"], task=known, shapes=meta.get("shapes"), seed=int(meta["seed"]))
     except UsageError as error:
         raise UsageError(
             f"bench: the model this artifact was made from cannot be read ({error}); put it back, or bench without baselines"

@@ -1,9 +1,9 @@
 """Is the lowered program still the same function? Metrics, budgets with their reasons, and the per-layer comparison.
 
-Two questions are kept apart. *Agreement*: does each kernel, on the inputs it really had, give what its operator means? Integers must be
-equal; floats have a budget written here. *Accuracy*: how far are the outputs from the original fp32 model? That is the recipe's doing, measured
-on whole outputs. End-to-end agreement of two correct int8 programs is not small: one float rounded differently before a quantizer moves a code by
-one, and the layers after it amplify that like any quantization error. So agreement is judged kernel by kernel.
+Two questions are kept apart. *Agreement*: does each kernel, on the inputs it really had, give what its operator means? Integers must
+be equal; floats have a budget with its reason. *Accuracy*: how far are the outputs from the original fp32 model? That is the recipe's
+doing, measured on whole outputs. End-to-end agreement of two correct int8 programs is not small: one float rounded differently before a
+quantizer moves a code by one, and the layers after it amplify that like any quantization error. So agreement is judged kernel by kernel.
 """
 
 from __future__ import annotations

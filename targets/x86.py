@@ -9,8 +9,6 @@ from khtst_compile import cpu
 from khtst_compile.targets import isa as isas
 from khtst_compile.targets.contract import KernelRule
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.rules import cpu_kernels
-from khtst_compile.targets.schedule import schedule_module
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,13 @@ class X86:
         return f"this CPU lacks {', '.join(lacking)}" if lacking else None
 
     def kernels(self) -> dict[str, tuple[KernelRule, ...]]:
+        from khtst_compile.targets.rules import cpu_kernels  # here, so that listing targets loads no compiler
+
         return cpu_kernels(self.isa)
 
     def finalize(self, module: Any) -> Any:
+        from khtst_compile.targets.schedule import schedule_module
+
         return schedule_module(module)
 
 

@@ -88,14 +88,14 @@ def _dynamic_slice(node: fx.Node, importer: Any) -> Any:
         return importer._slice(node)
     end = importer.env[node.args[3]] if isinstance(node.args[3], fx.Node) else node.args[3]
     index = importer.block_builder.emit(relax.op.arange(start, end, 1, dtype="int32"))
-    return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="fast"))
+    return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="clip"))
 
 
 def _embedding(node: fx.Node, importer: Any) -> Any:
     """A table read by index, without the flattening that keeps TVM from fusing it with what follows."""
     table, ids = importer.env[node.args[0]], importer.env[node.args[1]]
     index = importer.block_builder.emit(relax.op.astype(ids, "int32"))
-    return importer.block_builder.emit(relax.op.take(table, index, axis=0, mode="fast"))
+    return importer.block_builder.emit(relax.op.take(table, index, axis=0, mode="clip"))
 
 
 def _clamp(node: fx.Node, importer: Any) -> Any:
