@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import fx
 
 from khtst_compile.targets.isa import Isa
+
+if TYPE_CHECKING:  # listing targets loads no torch
+    from torch import fx
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class KernelCall:
 
 Constants = Callable[[Any], npt.NDArray[Any] | None]
 """Graph node -> the weight bound to it as an array, or None for a computed value (and for None)."""
-KernelRule = Callable[[fx.Node, Constants], KernelCall | None]
+KernelRule = Callable[["fx.Node", Constants], KernelCall | None]
 """Returns None where the rule does not serve this node; the next rule is asked."""
 
 
