@@ -81,7 +81,8 @@ def _one(sch: Any, block: Any) -> None:
     if lanes == 1:
         if reduced:
             sch.reorder(*spatial, *reduced)
-        _parallel(sch, spatial, lanes)
+        # A last axis of its own: fused with the others, every element pays for two divisions by a symbol.
+        _parallel(sch, spatial if len(spatial) == 1 or reduced else spatial[:-1], lanes)
         return
     rest, vector = sch.split(spatial[-1], [None, lanes])
     outer = [*spatial[:-1], rest]
