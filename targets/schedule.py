@@ -82,7 +82,8 @@ def _one(sch: Any, block: Any) -> None:
         if reduced:
             sch.reorder(*spatial, *reduced)
         # A last axis of its own: fused with the others, every element pays for two divisions by a symbol.
-        _parallel(sch, spatial if len(spatial) == 1 or reduced else spatial[:-1], lanes)
+        apart = len(spatial) > 1 and not reduced
+        _parallel(sch, spatial[:-1] if apart else spatial, (_extent(sch, spatial[-1]) or 1) if apart else 1)
         return
     rest, vector = sch.split(spatial[-1], [None, lanes])
     outer = [*spatial[:-1], rest]
