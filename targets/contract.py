@@ -35,7 +35,7 @@ class KernelCall:
 
 
 Constants = Callable[[Any], npt.NDArray[Any] | None]
-"""Graph node -> the weight bound to it as an array, or None for a computed value (and for None)."""
+"""Graph node -> the weight bound to it as an array; None for None. Raises LoweringError for a computed value."""
 KernelRule = Callable[["fx.Node", Constants], KernelCall | None]
 """Returns None where the rule does not serve this node; the next rule is asked."""
 

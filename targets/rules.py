@@ -98,8 +98,7 @@ def _norm(
 def w8a8_gemm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     codes, scale, weight, weight_scale, bias, act, residual = node.args
     wq, ws = constants(weight), constants(weight_scale)
-    if wq is None or ws is None:
-        return None
+    assert wq is not None and ws is not None
     n, k = wq.shape
     lead, _ = _rows(codes)
     spec = gemm_i8.GemmI8(isa, n, k, lead, str(act), residual is not None)
@@ -112,8 +111,7 @@ def w8a8_gemm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | Non
 def linear(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     x, weight, bias, act, residual = node.args
     w = constants(weight)
-    if w is None:
-        return None
+    assert w is not None
     n, k = w.shape
     lead, _ = _rows(x)
     spec = gemm_f32.GemmF32(isa, n, k, lead, str(act), residual is not None)

@@ -14,7 +14,7 @@ from torch import fx
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
 from khtst_compile.lower.uniform import uniform_axes
-from khtst_compile.program import Program, Rewriter, call_nodes
+from khtst_compile.program import Program, Rewriter, arguments, call_nodes
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
 
@@ -101,18 +101,24 @@ def merge_projections(rw: Rewriter) -> int:
 
 
 def fuse_norms(rw: Rewriter) -> int:
-    """layer_norm -> khtst::norm, and with a quantize_rows of its result -> khtst::norm_quantize."""
+    """layer_norm and rms_norm -> khtst::norm, and with a quantize_rows of the result -> khtst::norm_quantize."""
     count = 0
-    for node in list(call_nodes(rw.graph, aten.layer_norm.default)):
-        x, shape = node.args[0], node.args[1]
-        gamma, beta, eps = (
-            (*node.args[2:], None, None, 1e-5)[i] if i < len(node.args[2:]) else d for i, d in enumerate((None, None, 1e-5))
-        )
-        if len(shape) != 1 or node.meta["val"].dtype is not torch.float32:  # type: ignore[arg-type]
+    for node in list(call_nodes(rw.graph, aten.layer_norm.default, aten.rms_norm.default)):
+        rms = node.target is aten.rms_norm.default
+        x, shape, *rest = arguments(node)
+        # What is left out is None; layer_norm takes weight, bias, eps, rms_norm weight, eps.
+        gamma, beta, eps = (*rest, None, None, None)[:3] if not rms else ((*rest, None)[0], None, (*rest, None, None)[1])
+        eps = eps if eps is not None else (torch.finfo(torch.float32).eps if rms else 1e-5)
+        if len(shape) != 1 or node.meta["val"].dtype is not torch.float32 or not _bound(rw, gamma, beta):
             continue
-        _fuse_norm(rw, node, x, gamma, beta, float(eps), rms=False)  # type: ignore[arg-type]
+        _fuse_norm(rw, node, x, gamma, beta, float(eps), rms)
         count += 1
     return count
+
+
+def _bound(rw: Rewriter, *operands: Any) -> bool:
+    """Is each of these a tensor known now (or absent)? Kernels take their weights as constants."""
+    return all(o is None or rw.value(o) is not None for o in operands)
 
 
 def _fuse_norm(rw: Rewriter, node: fx.Node, x: Any, gamma: Any, beta: Any, eps: float, rms: bool) -> None:
@@ -152,7 +158,8 @@ def fuse_linears(rw: Rewriter, activations: bool = True) -> int:
     for node in list(call_nodes(rw.graph, khtst.w8a8_linear.default, aten.linear.default)):
         quantized = node.target is khtst.w8a8_linear.default
         operands = list(node.args) + [None] * ((5 if quantized else 3) - len(node.args))
-        if not quantized and (rw.value(operands[1]) is None or node.meta["val"].dtype is not torch.float32):  # type: ignore[arg-type]
+        constants = operands[2:5] if quantized else operands[1:3]
+        if not _bound(rw, *constants) or node.meta["val"].dtype is not torch.float32:
             continue
         last, act = _take_activation(node) if activations else (node, "none")
         last, residual = _take_residual(rw, last)

@@ -108,8 +108,18 @@ def _clamp(node: fx.Node, importer: Any) -> Any:
     return value
 
 
+def _extreme(node: fx.Node, importer: Any) -> Any:
+    """amax and amin, which TVM's importer does not know: (x, axes, keepdim)."""
+    operation = relax.op.max if node.target is aten.amax.default else relax.op.min
+    axes = list(node.args[1]) if len(node.args) > 1 and node.args[1] else None  # type: ignore[arg-type]
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    return importer.block_builder.emit(operation(importer.env[node.args[0]], axes, keep))
+
+
 CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "slice.Tensor": _dynamic_slice,
     "embedding.default": _embedding,
     "clamp.default": _clamp,
+    "amax.default": _extreme,
+    "amin.default": _extreme,
 }

@@ -99,8 +99,13 @@ class _KernelCalls:
         self.names = [name.partition(".")[2] for name in self._rules]
 
     def constant(self, node: Any) -> npt.NDArray[Any] | None:
-        if not isinstance(node, fx.Node) or node.name not in self._tensors:
+        """The array bound to a graph input; None for None. Raises LoweringError for a computed value, which no kernel can have packed."""
+        if node is None:
             return None
+        if not isinstance(node, fx.Node) or node.name not in self._tensors:
+            raise LoweringError(
+                f"{node}: is computed by the graph where a kernel needs a constant; keep that layer out of fusion"
+            )
         return array(self._tensors[node.name])
 
     def convert(self, node: fx.Node, importer: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import khtst_compile as kc
 from khtst_compile import artifact
 from khtst_compile.api import load_program
 from khtst_compile.capture.factory import capture_module
@@ -111,3 +112,32 @@ def test_activation_then_residual_go_into_the_linear() -> None:
     assert not list(call_nodes(fused.graph, aten.add.Tensor, aten.silu.default))
     x = torch.randn(6, 16)
     torch.testing.assert_close(fused.run({"x": x})["output"], program.run({"x": x})["output"], rtol=0, atol=1e-6)
+
+
+class Adaptive(nn.Module):
+    """A norm and a linear whose scale and bias are computed: nothing a kernel could have packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.layer_norm(x, (16,), s.mean(0), s.amax(0))
+        return nn.functional.linear(y, self.weight, s.amin(0))
+
+
+def test_computed_scales_and_biases_are_left_to_the_generic_path(tmp_path: Path) -> None:
+    program = capture_module(Adaptive().eval(), {"x": torch.randn(4, 16), "s": torch.randn(4, 16)})
+    _, counts = fuse(program)
+    assert counts["norms"] == counts["linears"] == 0
+    kc.quantize(program, tmp_path / "q", recipe="fp32")
+    kc.lower(tmp_path / "q", tmp_path / "l")  # compares the outputs with torch
+
+
+def test_rms_norm_is_fused_with_its_own_epsilon() -> None:
+    program = capture_module(nn.RMSNorm(16).eval(), (torch.randn(4, 16) * 1e-3,))
+    fused, counts = fuse(program)
+    assert counts["norms"] == 1
+    x = torch.randn(6, 16) * 1e-3
+    name = program.inputs[0].name
+    torch.testing.assert_close(fused.run({name: x})["output"], program.run({name: x})["output"], rtol=1e-6, atol=1e-7)
