@@ -136,6 +136,8 @@ def test_assembly(isa: Isa, instruction: str, n: int, act: str) -> None:
     assert max(sum(bool(re.search(instruction, line)) for line in loop) for loop in loops) >= full
     for loop in loops:
         assert not touches_stack(text, loop)
+        if full == sum(bool(re.search(instruction, line)) for line in loop) // spec.dot.unroll:
+            assert sum("prefetch" in line for line in loop) == (spec.dot.unroll if spec.dot.prefetch else 0)
     # "pairs" keeps one term a row in a workspace; accumulators never.
     assert len(re.findall(r"call\w*\t.*TVMBackendAllocWorkspace", text)) <= (1 if spec.dot.kind == "pairs" else 0)
 
