@@ -170,8 +170,10 @@ def for_tiles(rows: Expr, row_bytes: int, sink: Sink, tile: Callable[[list[Expr]
     most = max(ROW_BLOCK, BLOCK_BYTES // row_bytes) // panels.rows * panels.rows
     cuts = -(-TASKS // panels.count)
     even = T.ceildiv(rows, T.int64(cuts * panels.rows)) * panels.rows
-    block = opaque(T.min(T.max(even, T.int64(ROW_BLOCK)), T.int64(most)))
-    blocks = opaque(T.ceildiv(rows, block))
+    least = opaque(T.ceildiv(rows, T.min(T.max(even, T.int64(ROW_BLOCK)), T.int64(most))))
+    # Equal blocks: threads get runs of tasks, and a small last block would leave one of them with less to do.
+    block = opaque(T.ceildiv(rows, T.max(least, T.int64(1)) * panels.rows) * panels.rows)
+    blocks = opaque(T.ceildiv(rows, T.max(block, T.int64(1))))
     with T.parallel(T.int64(0), blocks * panels.count) as task:
         number = opaque(T.truncdiv(task, T.int64(panels.count)))
         panel = opaque(task - number * panels.count)
