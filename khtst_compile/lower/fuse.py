@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
-from khtst_compile.lower.uniform import uniform_axes
+from khtst_compile.lower.uniform import ELEMENTWISE, uniform_axes
 from khtst_compile.program import Program, Rewriter, arguments, call_nodes
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
@@ -38,15 +38,16 @@ def fuse(program: Program, rules: dict[str, Rule] | None = None) -> tuple[Progra
 def fuse_attention(rw: Rewriter) -> int:
     """scaled_dot_product_attention with its head split and merge -> khtst::attention on unsplit tensors."""
     count = 0
+    masks: dict[fx.Node, fx.Node] = {}
     for sdpa in list(call_nodes(rw.graph, aten.scaled_dot_product_attention.default)):
-        arguments = _sdpa_arguments(sdpa)
+        given = _sdpa_arguments(sdpa)
         q, k, v = (sdpa.args[i] for i in range(3))
         shapes = [tuple(t.meta["val"].shape) for t in (q, k, v)]  # type: ignore[union-attr]
         heads, kv_heads, head_dim = shapes[0][1], shapes[1][1], shapes[0][3]
         statics = (heads, kv_heads, head_dim, shapes[2][1], shapes[2][3])
         if (
             any(len(s) != 4 for s in shapes)
-            or arguments["dropout_p"]
+            or given["dropout_p"]
             or not all(isinstance(s, int) for s in statics)
             or shapes[2][3] != head_dim
             or shapes[2][1] != kv_heads
@@ -55,10 +56,10 @@ def fuse_attention(rw: Rewriter) -> int:
         ):
             continue
         flat = [_merged_heads(rw, t, sdpa) for t in (q, k, v)]  # type: ignore[arg-type]
-        mask = _narrow_mask(rw, arguments["attn_mask"], sdpa)
-        scale = arguments["scale"] if arguments["scale"] is not None else float(head_dim) ** -0.5
+        mask = _narrow_mask(rw, given["attn_mask"], sdpa, masks)
+        scale = given["scale"] if given["scale"] is not None else float(head_dim) ** -0.5
         new = rw.call(
-            khtst.attention.default, *flat, mask, heads, kv_heads, head_dim, [0, 0, 0], scale, arguments["is_causal"], before=sdpa
+            khtst.attention.default, *flat, mask, heads, kv_heads, head_dim, [0, 0, 0], scale, given["is_causal"], before=sdpa
         )
         _replace_merged(rw, sdpa, new, (heads, head_dim))
         count += 1
@@ -256,16 +257,45 @@ def _replace_merged(rw: Rewriter, old: fx.Node, new: fx.Node, heads: tuple[int, 
     rw.replace(old, rw.call(aten.transpose.int, split, 1, 2, before=old))
 
 
-def _narrow_mask(rw: Rewriter, mask: Any, before: fx.Node) -> Any:
-    """Cut the axes along which a mask is provably the same down to one, so that it is neither built nor read in full."""
+def _narrow_mask(rw: Rewriter, mask: Any, before: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
+    """Cut the axes along which a mask is provably the same down to one, so that it is neither built nor read in full.
+
+    made: masks narrowed so far; layers usually share one.
+    """
     if not isinstance(mask, fx.Node):
         return None
-    for axis in uniform_axes(mask):
-        if axis in (0, 1, 2) and mask.meta["val"].shape[axis] != 1:
-            mask = rw.call(aten.slice.Tensor, mask, axis, 0, 1, before=before, like=mask)
-    while mask.meta["val"].dim() < 4:
-        mask = rw.call(aten.unsqueeze.default, mask, 0, before=before, like=mask)
-    return mask
+    if mask not in made:
+        narrow = mask
+        for axis in uniform_axes(mask):
+            if axis in (0, 1, 2):
+                narrow = _cut(rw, narrow, axis, before)
+        while narrow.meta["val"].dim() < 4:
+            narrow = rw.call(aten.unsqueeze.default, narrow, 0, before=before, like=mask)
+        made[mask] = narrow
+    return made[mask]
+
+
+def _cut(rw: Rewriter, node: fx.Node, axis: int, before: fx.Node) -> fx.Node:
+    """`node` at index 0 of `axis` (kept, of size 1): through elementwise operators and expands, so that their full size is never made."""
+    value = node.meta["val"]
+    if value.shape[axis] == 1:
+        return node
+    if node.target in ELEMENTWISE:
+        operands = [_cut_operand(rw, a, axis - value.dim(), before) for a in arguments(node)]
+        return rw.call(node.target, *operands, before=before, like=node, kwargs=dict(node.kwargs))
+    if node.target is aten.expand.default:
+        source, sizes = arguments(node)
+        sizes = [1 if i == axis else size for i, size in enumerate(sizes)]
+        return rw.call(aten.expand.default, _cut_operand(rw, source, axis - value.dim(), before), sizes, before=before, like=node)
+    return rw.call(aten.slice.Tensor, node, axis, 0, 1, before=before, like=node)
+
+
+def _cut_operand(rw: Rewriter, operand: Any, axis: int, before: fx.Node) -> Any:
+    """An operand of a broadcasting operator; axis counts from the right (negative)."""
+    if not isinstance(operand, fx.Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
+        return operand
+    rank = operand.meta["val"].dim()
+    return operand if rank + axis < 0 else _cut(rw, operand, rank + axis, before)
 
 
 def _shift_attention(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> None:

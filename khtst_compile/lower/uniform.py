@@ -102,18 +102,26 @@ def _index(node: fx.Node, seen: dict[fx.Node, set[int]]) -> set[int]:
     return found
 
 
+# Operators that compute each element from the operands' elements at the same place, after broadcasting.
+ELEMENTWISE: frozenset[Any] = frozenset(
+    (
+        aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.rsub.Scalar, aten.where.self,
+        aten.__and__.Tensor, aten.__or__.Tensor, aten.logical_and.default, aten.logical_or.default, aten.logical_not.default,
+        aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default,
+        aten.eq.Scalar, aten.ne.Scalar, aten.le.Scalar, aten.lt.Scalar, aten.gt.Scalar, aten.ge.Scalar,
+        aten.eq.Tensor, aten.ne.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.gt.Tensor, aten.ge.Tensor,
+        aten.to.dtype, aten.to.device, aten.to.dtype_layout,
+    )
+)  # fmt: skip
+
 _Rule = Callable[[fx.Node, dict[fx.Node, set[int]]], set[int]]
 _RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
     aten.index.Tensor: _index,
     aten.ge.Scalar: _compare_ge,
-    **dict.fromkeys((aten.slice.Tensor, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.clone.default), _same),
+    **dict.fromkeys((aten.slice.Tensor, aten.clone.default), _same),
     **dict.fromkeys((aten.new_ones.default, aten.new_zeros.default, aten.full.default, aten.ones.default), _everywhere),
     **dict.fromkeys((aten.zeros.default, aten.full_like.default, aten.ones_like.default), _everywhere),
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.rsub.Scalar, aten.where.self), _elementwise),
-    **dict.fromkeys((aten.__and__.Tensor, aten.__or__.Tensor, aten.logical_and.default, aten.logical_not.default), _elementwise),
-    **dict.fromkeys((aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default), _elementwise),
-    **dict.fromkeys((aten.eq.Scalar, aten.ne.Scalar, aten.le.Tensor, aten.lt.Tensor, aten.gt.Tensor), _elementwise),
-    **dict.fromkeys((aten.ge.Tensor, aten.eq.Tensor, aten.ne.Tensor), _elementwise),
 }
