@@ -15,15 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import __version__, artifact
-from khtst_compile.errors import UsageError
+from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
+from khtst_compile.signature import check_inputs
 
 Array = npt.NDArray[Any]
 Report = Callable[[str], None]
 ProgressFactory = Callable[[int, str], AbstractContextManager[Progress]]
 PROGRAM, GOLDEN, TOKENIZER, ONNX_MODEL = "program.pt2", "golden.npz", "tokenizer", "model.onnx"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
+KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
 
 
@@ -79,6 +81,7 @@ def quantize(
             samples = load_samples(calib, program, limit=limit, max_length=max_length, seed=seed, random=random)
         if samples is None:
             samples = load_samples(None, program, limit=GOLDEN_SAMPLES, max_length=max_length, seed=seed, random=True)
+        _check_first(samples, program)
         if passes:
             with _bar(progress, samples.count, "calibrate") as bar:
                 program = program.with_stats(calibrate(program, samples, seed=seed, progress=bar))
@@ -226,6 +229,18 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _check_first(samples: Any, program: Any) -> None:
+    """Raise CalibrationError where the samples do not fit the program's inputs, UnsupportedError for outputs no array can hold."""
+    batch = {k: v.numpy() for k, v in next(iter(samples)).items()}
+    try:
+        check_inputs(batch, program.inputs, program.axes, {})
+    except UsageError as error:
+        raise CalibrationError(f"calibration: {samples.source} does not fit the model: {error}") from error
+    odd = next((s for s in program.outputs if s.dtype not in KNOWN_DTYPES), None)
+    if odd is not None:
+        raise CaptureError(f"output {odd.name!r} is {odd.dtype}; needed: one of {', '.join(KNOWN_DTYPES)}; convert it in forward")
 
 
 def _golden(program: Any, quantized: Any, samples: Any) -> tuple[dict[str, Array], dict[str, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -140,10 +141,19 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name != MANIFEST
     }
-    full = {"format": FORMAT, "version": VERSION, **manifest, "files": files}
+    full: dict[str, Any] = _finite({"format": FORMAT, "version": VERSION, **manifest, "files": files})
     validate(full, folder)
     text = json.dumps(full, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: a figure that is one becomes null."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: str | Path, *, kind: str | tuple[str, ...] | None = None, hashes: bool = True) -> Folder:

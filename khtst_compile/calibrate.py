@@ -81,7 +81,14 @@ def calibrate(
     collector = _Collector(program, rows, held_rows, gradients, seed, count)
     reporter = progress or NullProgress()
     for batch in samples:
-        size = collector.see(batch)
+        try:
+            size = collector.see(batch)
+        except RuntimeError as error:
+            # Only the first batch can tell: an operator has a derivative or it has none.
+            if not (gradients and collector.seen == 0 and "derivative for" in str(error)):
+                raise
+            log.warning("calibrating without gradients, layers will be judged on their own errors: %s", error)
+            return calibrate(program, samples, rows=rows, held_rows=held_rows, gradients=False, seed=seed, progress=progress)
         reporter.advance(size)
     if collector.seen == 0:
         raise CalibrationError("calibration: there are no samples; needed: at least one")
@@ -257,6 +264,7 @@ class _Runner(fx.Interpreter):
 
     def __init__(self, collector: _Collector, layout: _Layout):
         super().__init__(collector.program.ep.graph_module, garbage_collect_values=True)
+        self.extra_traceback = False  # else fx appends the model's whole traceback to the message of any error
         self._collector, self._layout = collector, layout
         self._picked: dict[str, list[_Picked]] = {}
 

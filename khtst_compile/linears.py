@@ -72,6 +72,9 @@ class Linear:
         return (weight.T if self.transposed else weight).contiguous()
 
 
+MAX_RANK = 4  # kernels take one to three leading axes before the features
+
+
 def find_linears(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[Linear]:
     """Every linear layer of `graph` in execution order, refused ones included; tensors: graph input name -> bound tensor.
 
@@ -113,6 +116,8 @@ def _refusal(node: fx.Node, x: fx.Node, weight: torch.Tensor) -> str | None:
     seen = x.meta.get("val")
     if isinstance(seen, torch.Tensor) and seen.dtype is not torch.float32:
         return f"its input is {str(seen.dtype).removeprefix('torch.')}, not float32"
+    if isinstance(seen, torch.Tensor) and not 2 <= seen.dim() <= MAX_RANK:
+        return f"its input has {seen.dim()} axes; int8 kernels take 2 to {MAX_RANK}"
     if node.target is aten.addmm.default:
         if any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
             return "addmm scales its terms (alpha or beta is not 1)"

@@ -98,6 +98,7 @@ class _Runner(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, hook: NodeHook | None):
         super().__init__(module, garbage_collect_values=True)
+        self.extra_traceback = False  # else fx appends the model's whole traceback to the message of any error
         self._hook = hook
 
     def run_node(self, n: fx.Node) -> Any:

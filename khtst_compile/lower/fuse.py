@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
+from khtst_compile.linears import MAX_RANK
 from khtst_compile.lower.uniform import ELEMENTWISE, uniform_axes
 from khtst_compile.program import Program, Rewriter, arguments, call_nodes
 
@@ -110,11 +111,17 @@ def fuse_norms(rw: Rewriter) -> int:
         # What is left out is None; layer_norm takes weight, bias, eps, rms_norm weight, eps.
         gamma, beta, eps = (*rest, None, None, None)[:3] if not rms else ((*rest, None)[0], None, (*rest, None, None)[1])
         eps = eps if eps is not None else (torch.finfo(torch.float32).eps if rms else 1e-5)
-        if len(shape) != 1 or node.meta["val"].dtype is not torch.float32 or not _bound(rw, gamma, beta):
+        if len(shape) != 1 or not _served(node) or not _bound(rw, gamma, beta):
             continue
         _fuse_norm(rw, node, x, gamma, beta, float(eps), rms)
         count += 1
     return count
+
+
+def _served(node: fx.Node) -> bool:
+    """Do row kernels take a result of this dtype and number of axes?"""
+    value = node.meta["val"]
+    return value.dtype is torch.float32 and 2 <= value.dim() <= MAX_RANK
 
 
 def _bound(rw: Rewriter, *operands: Any) -> bool:
@@ -160,7 +167,7 @@ def fuse_linears(rw: Rewriter, activations: bool = True) -> int:
         quantized = node.target is khtst.w8a8_linear.default
         operands = list(node.args) + [None] * ((5 if quantized else 3) - len(node.args))
         constants = operands[2:5] if quantized else operands[1:3]
-        if not _bound(rw, *constants) or node.meta["val"].dtype is not torch.float32:
+        if not _bound(rw, *constants) or not _served(node):
             continue
         last, act = _take_activation(node) if activations else (node, "none")
         last, residual = _take_residual(rw, last)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 from tvm import relax
@@ -73,6 +75,10 @@ def _cast_operands(rw: Rewriter, node: fx.Node, dtype: torch.dtype) -> None:
     node.args = tuple(args)
 
 
+def _steps(start: int, size: int, step: int) -> npt.NDArray[np.int32]:
+    return np.arange(start, start + size * step, step, dtype=np.int32)
+
+
 def _dynamic_slice(node: fx.Node, importer: Any) -> Any:
     """`x[..., start:end]` with a symbolic end: TVM clamps the end and loses the shape, so the elements are taken by index instead."""
     source = node.args[0]
@@ -84,7 +90,11 @@ def _dynamic_slice(node: fx.Node, importer: Any) -> Any:
         return x
     start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
     step = node.args[4] if len(node.args) > 4 else 1
-    if isinstance(size, int) or not isinstance(start, int) or start < 0 or step != 1:
+    if (isinstance(whole, int) and isinstance(size, int)) or not isinstance(start, int) or start < 0 or not isinstance(step, int):
+        return importer._slice(node)
+    if isinstance(size, int):  # a fixed part of a symbolic axis
+        return importer.block_builder.emit(relax.op.take(x, relax.const(_steps(start, size, step)), axis=axis, mode="clip"))
+    if step != 1:
         return importer._slice(node)
     end = importer.env[node.args[3]] if isinstance(node.args[3], fx.Node) else node.args[3]
     index = importer.block_builder.emit(relax.op.arange(start, end, 1, dtype="int32"))
@@ -116,10 +126,25 @@ def _extreme(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit(operation(importer.env[node.args[0]], axes, keep))
 
 
+def _elu(node: fx.Node, importer: Any) -> Any:
+    """elu(x, alpha, scale, input_scale): TVM's own converter forgets the scales, and selu decomposes into them."""
+    emit, x = importer.block_builder.emit, importer.env[node.args[0]]
+    alpha, scale, inner = (*node.args[1:], 1.0, 1.0, 1.0)[:3] if len(node.args) > 1 else (1.0, 1.0, 1.0)
+
+    def constant(value: Any) -> Any:
+        return relax.const(float(value), x.ty.dtype)
+
+    grown = emit(relax.op.exp(emit(relax.op.multiply(x, constant(inner)))))
+    negative = emit(relax.op.multiply(emit(relax.op.subtract(grown, constant(1.0))), constant(alpha)))
+    chosen = emit(relax.op.where(emit(relax.op.greater(x, constant(0.0))), x, negative))
+    return emit(relax.op.multiply(chosen, constant(scale)))
+
+
 CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "slice.Tensor": _dynamic_slice,
     "embedding.default": _embedding,
     "clamp.default": _clamp,
+    "elu.default": _elu,
     "amax.default": _extreme,
     "amin.default": _extreme,
 }

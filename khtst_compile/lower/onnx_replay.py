@@ -79,6 +79,8 @@ def _run(
         _Product(n.input[0], n.output[0], name or n.output[0].removesuffix(".acc")) for n, name in zip(found, shown, strict=False)
     ]
     names = list(dict.fromkeys(name for p in products for name in (p.codes, p.sums, p.output)))
+    if not names:  # asked for nothing, onnxruntime would return everything
+        return [], {}
     present = {o.name for o in proto.graph.output}
     proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(n) for n in names if n not in present)
     options = onnxruntime.SessionOptions()

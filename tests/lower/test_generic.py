@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = 
     "where": (lambda x: torch.where(x > 0, x, torch.zeros(())), FLOATS),
     "masked mean": (lambda x: (x * (x > 0)).sum(1) / (x > 0).sum(1).clamp(min=1), FLOATS),
     "largest and smallest": (lambda x: x.amax(-1) - x.amin((0, 1)), FLOATS),
+    "selu": (lambda x: nn.functional.selu(x) + nn.functional.elu(x, 0.5), FLOATS),
     "concatenated": (lambda x: torch.cat([x, -x], -1).tanh(), FLOATS),
 }
 
