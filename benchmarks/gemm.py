@@ -70,7 +70,7 @@ def ceiling(isa: Isa, kind: str) -> tuple[Run, float]:
                 old = T.Bind(acc[i][span(0, lanes)])
                 # The accumulator itself is the other operand: nothing can be hoisted or shared, and 12 chains hide it.
                 if kind == "int8":
-                    store(acc[i], dot.accumulate(old, [T.reinterpret(operand, old)], w, False), 0)
+                    store(acc[i], dot.accumulate([old], [T.reinterpret(operand, old)] * len(w), [w], False)[0], 0)
                 else:
                     store(acc[i], fma(factor, old, factor), 0)
         for i in range(chains):

@@ -86,13 +86,14 @@ def quantize(
             with _bar(progress, samples.count, "calibrate") as bar:
                 program = program.with_stats(calibrate(program, samples, seed=seed, progress=bar))
             say(f"calibrated on {samples.count} samples ({samples.source})")
+        _check_globs(program, keep_fp32)
         quantized = run_passes(program, passes, dump=dump, report=say)
         golden, figures = _golden(program, quantized, samples)
         manifest = {
             "kind": "quantized",
             "made_by": _made_by(),
             "source": str(program.meta["source"]),
-            "recipe": recipes.render(passes),
+            "recipe": recipes.RECIPES.get(text.strip(), text),
             "passes": [*quantized.history],
             "inputs": [s.to_json() for s in program.inputs],
             "outputs": [s.to_json() for s in program.outputs],
@@ -229,6 +230,18 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _check_globs(program: Any, globs: Sequence[str]) -> None:
+    """Raise UsageError for a glob of sites to keep that matches none."""
+    from khtst_compile.linears import find_linears, is_kept
+    from khtst_compile.program import site_of
+
+    sites = [site_of(linear.node) for linear in find_linears(program.graph, program.tensors())]
+    for glob in globs:
+        if not any(is_kept(site, glob) for site in sites):
+            some = ", ".join(sites[:4]) + (f", ... ({len(sites)} in all)" if len(sites) > 4 else "")
+            raise UsageError(f"keep-fp32 {glob!r} matches no linear layer; there are {some or 'none'}")
 
 
 def _check_first(samples: Any, program: Any) -> None:

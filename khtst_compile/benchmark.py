@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,21 @@ def bench(
     with tempfile.TemporaryDirectory() as scratch:
         engines = [open_engine(folder.path, threads)]
         engines += [open_engine(Path(p), threads) for p in also]
+        engines = _distinct(engines, [folder.path, *map(Path, also)])
         engines += baseline_engines(folder.manifest, baselines, threads, Path(scratch), say)
         for size in sizes:
             feed = make_inputs(inputs, size, golden)
             rows += _measure(engines, feed, size, threads, seconds)
             say(f"bench: {shape_text(size)} measured over {rows[-1].rounds} rounds")
     return rows
+
+
+def _distinct(engines: list[Engine], paths: list[Path]) -> list[Engine]:
+    """Engines of one name, such as two artifacts for one target, are told apart by their folders. Raises UsageError for the same twice."""
+    if len({p.resolve() for p in paths}) < len(paths):
+        raise UsageError("bench: the same artifact is given twice; name each once")
+    names = [e.name for e in engines]
+    return [replace(e, name=f"{e.name} ({p})") if names.count(e.name) > 1 else e for e, p in zip(engines, paths, strict=True)]
 
 
 def plan_shapes(manifest: dict[str, Any], asked: Sequence[Sequence[int]] | None) -> list[dict[str, int]]:
@@ -147,9 +156,7 @@ def _measure(engines: list[Engine], feed: dict[str, Array], size: dict[str, int]
         while len(times[engines[0].name]) < MIN_ROUNDS or spent < seconds * len(engines):
             started = time.perf_counter()
             for engine in engines:
-                # TVM binds its workers to the cores after the first and leaves the caller free to share one of theirs.
-                with bound(cores[:1] if threads > 1 and engine.binds_workers else None):
-                    times[engine.name].append(_turn(engine, feed))
+                times[engine.name].append(_turn(engine, feed))
             spent += time.perf_counter() - started
     ours = [statistics.median(t) for t in times[engines[0].name]]
     rows = []

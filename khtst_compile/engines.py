@@ -25,13 +25,11 @@ Run = Callable[[dict[str, Array]], dict[str, Array]]
 
 @dataclass(frozen=True)
 class Engine:
-    """name: as in the table; run: name -> array to name -> array; reference: its outputs are what errors are measured against;
-    binds_workers: its worker threads are bound to cores (TVM's)."""
+    """name: as in the table; run: name -> array to name -> array; reference: its outputs are what errors are measured against."""
 
     name: str
     run: Run
     reference: bool = False
-    binds_workers: bool = False
 
 
 def open_engine(path: Path, threads: int) -> Engine:
@@ -42,7 +40,7 @@ def open_engine(path: Path, threads: int) -> Engine:
     from khtst_compile import runtime
 
     loaded = runtime.load(path, threads=threads)
-    return Engine(f"khtst {folder.manifest['target']['name']}", loaded.run, binds_workers=True)
+    return Engine(f"khtst {folder.manifest['target']['name']}", loaded.run)
 
 
 def baseline_engines(

@@ -23,8 +23,9 @@ LIBRARY, WEIGHTS = "model.so", "weights.bin"
 def load(path: str | Path, *, threads: int | None = None, verify_hashes: bool = True) -> Artifact:
     """Load an artifact made by `lower`.
 
-    threads: worker threads for kernels (default: the cores this process may use). Version, hashes and CPU features are checked before any
-    native code is mapped. Raises ArtifactError for a damaged or foreign folder, EnvironmentProblem where this machine cannot run it.
+    threads: worker threads for kernels (default, and at most: the cores this process may use). Version, hashes and CPU features are
+    checked before any native code is mapped. Raises ArtifactError for a damaged or foreign folder, EnvironmentProblem where this
+    machine cannot run it.
     """
     folder = artifact.read(path, kind="library", hashes=verify_hashes)
     _check_machine(folder)
@@ -79,9 +80,12 @@ class Artifact:
         self.manifest = folder.manifest
         self.inputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["inputs"])
         self.outputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["outputs"])
-        self.threads = threads if threads is not None else cpu.usable_cores()
-        if self.threads < 1:
+        if threads is not None and threads < 1:
             raise UsageError(f"threads is {threads}; needed: at least 1")
+        cores = cpu.usable_cores()
+        self.threads = (
+            min(threads, cores) if threads is not None else cores
+        )  # more than one a core would only wait for each other
         weights = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
         self._engine = Engine(folder.file(LIBRARY), weights, self.threads)
 

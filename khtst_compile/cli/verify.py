@@ -28,6 +28,7 @@ def command(console: Console, artifact: Path, reference: str | None, junit: Path
     console.emit(report.to_json(), report.table(limit=rows))
     first = report.first_over
     if first is None:
+        console.note(f"{len(report.rows)} comparisons, all within budget")
         return 0
     console.complain(
         f"over budget: {first.site}: {first.what}: {first.metric} is {first.value:.6g}, the budget is {first.budget:.6g} ({first.reason})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,9 @@ _COMPARISON = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
 
 def prepare(program: Program) -> Program:
     """Decompose to core ATen (khtst:: operators stay whole) and make every implied conversion explicit."""
-    return explicit_dtypes(replace(program, ep=program.ep.run_decompositions()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its tree library
+        return explicit_dtypes(replace(program, ep=program.ep.run_decompositions()))
 
 
 def explicit_dtypes(program: Program) -> Program:
@@ -140,11 +143,22 @@ def _elu(node: fx.Node, importer: Any) -> Any:
     return emit(relax.op.multiply(chosen, constant(scale)))
 
 
+def _select(node: fx.Node, importer: Any) -> Any:
+    """`x[..., i, ...]`, without TVM's unchecked take."""
+    x, axis, index = importer.env[node.args[0]], int(node.args[1]), node.args[2]  # type: ignore[arg-type]
+    size = node.args[0].meta["val"].shape[axis]  # type: ignore[union-attr]
+    if not isinstance(index, int) or (index < 0 and not isinstance(size, int)):
+        return importer._select(node)
+    place = relax.const(np.int32(index + size if index < 0 else index))
+    return importer.block_builder.emit(relax.op.take(x, place, axis=axis, mode="clip"))
+
+
 CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "slice.Tensor": _dynamic_slice,
     "embedding.default": _embedding,
     "clamp.default": _clamp,
     "elu.default": _elu,
+    "select.int": _select,
     "amax.default": _extreme,
     "amin.default": _extreme,
 }

@@ -19,12 +19,15 @@ def layer_outputs(program: Program, inputs: dict[str, torch.Tensor]) -> tuple[di
     """(outputs by name, site -> output of the linear there, a residual that is added right after it included, as in its kernel)."""
     fused, _ = fuse(program, {"linears": partial(fuse_linears, activations=False)})
     layers: dict[str, Array] = {}
+    twice: set[str] = set()  # a module with several linears, or one called again: its site names no single layer
 
     def hook(node: fx.Node, value: Any) -> Any:
         if node.target is torch.ops.khtst.linear.default:
-            layers[site_of(node)] = value.numpy()
+            site = site_of(node)
+            twice.update([site] if site in layers else [])
+            layers[site] = value.numpy()
         return value
 
     with torch.no_grad():
         outputs = fused.run(inputs, hook)
-    return {k: v.numpy() for k, v in outputs.items()}, layers
+    return {k: v.numpy() for k, v in outputs.items()}, {k: v for k, v in layers.items() if k not in twice}
