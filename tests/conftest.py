@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: see khtst_compile/cli
+
 from tests.requirements import need
 
 # word of KHTST_REQUIRE -> what a skip's reason says when that is missing

@@ -63,6 +63,9 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Read by OpenMP when torch loads. Its threads otherwise spin while they wait, and on a machine that does anything else two of them
+    # were measured to take eight times as long as one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         result = cli.main(args=given, prog_name="khtst-compile", standalone_mode=False)
         sys.stdout.flush()
