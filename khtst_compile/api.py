@@ -45,7 +45,7 @@ def quantize(
     *,
     calib: Any = None,
     recipe: str | None = None,
-    keep_fp32: Sequence[str] = (),
+    keep_fp32: str | Sequence[str] = (),
     task: str | None = None,
     shapes: dict[str, tuple[int, int]] | None = None,
     random: bool = False,
@@ -71,6 +71,7 @@ def quantize(
     from khtst_compile.samples import Samples, load_samples
 
     started, say = time.perf_counter(), report or _silent
+    keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
     text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
     passes = [_keep(p, keep_fp32) for p in recipes.parse(text)]
     with artifact.staging(Path(output)) as folder:
@@ -126,6 +127,7 @@ def lower(
 
     started, say = time.perf_counter(), report or _silent
     source = artifact.read(quantized, kind="quantized")
+    _keep_apart(source.path, Path(output))
     with artifact.staging(Path(output)) as folder, _bar(progress, 4, "lower") as bar:
         program = load_program(source)
         manifest, checked = compile_program(program, source, folder, target, say, bar)
@@ -150,6 +152,7 @@ def export(
         raise UsageError(f"export: format is {format!r}; needed: onnx")
     started, say = time.perf_counter(), report or _silent
     source = artifact.read(quantized, kind="quantized")
+    _keep_apart(source.path, Path(output))
     program, output = load_program(source), Path(output)
     if output.suffix == ".onnx":
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -230,6 +233,12 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _keep_apart(source: Path, output: Path) -> None:
+    """Raise UsageError where the output is the artifact it is made from, or lies inside it."""
+    if output.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"{output} is, or lies inside, the artifact it would be made from ({source}); choose another output")
 
 
 def _check_globs(program: Any, globs: Sequence[str]) -> None:

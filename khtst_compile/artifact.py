@@ -111,8 +111,9 @@ def staging(destination: Path) -> Iterator[Path]:
 def staged_file(destination: Path) -> Iterator[Path]:
     """A temporary path in the same folder that is renamed to `destination` if the block ends without an error."""
     destination = destination.absolute()
-    if destination.is_dir():
-        raise UsageError(f"{destination} is a folder; needed: a file path")
+    destination = destination.resolve()  # through links, so that a link stays one
+    if destination.exists() and not destination.is_file():
+        raise UsageError(f"{destination} is no ordinary file; needed: a path for a new file, or of a file to replace")
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.parent / f".{destination.stem}.tmp-{os.getpid()}{destination.suffix}"
     try:

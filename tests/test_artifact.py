@@ -115,3 +115,14 @@ def test_weights_are_mapped_in_place(tmp_path: Path) -> None:
         artifact.map_weights(tmp_path / "w", [{"dtype": "int8", "shape": [10**9], "offset": 0}])
     with pytest.raises(ArtifactError, match="object"):
         artifact.map_weights(tmp_path / "w", [{"dtype": "object", "shape": [1], "offset": 0}])
+
+
+def test_a_file_is_never_put_in_place_of_a_device_or_a_link(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no ordinary file"), artifact.staged_file(Path("/dev/null")):
+        pass
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with artifact.staged_file(tmp_path / "link") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"

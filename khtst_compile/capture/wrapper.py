@@ -60,6 +60,10 @@ def flatten(result: Any, name: str = "") -> dict[str, torch.Tensor]:
         return {}
     if isinstance(result, dict):
         parts = {f"{name}_{k}" if name else str(k): v for k, v in result.items()}
+        if len(parts) < len(result):
+            raise CaptureError(
+                f"the model returns a dict whose keys {list(result)} are not distinct as text; give one another key"
+            )
     elif isinstance(result, (tuple, list)):
         fields = getattr(result, "_fields", None)
         labels = fields if fields is not None else range(len(result))
@@ -72,5 +76,10 @@ def flatten(result: Any, name: str = "") -> dict[str, torch.Tensor]:
         )
     flat: dict[str, torch.Tensor] = {}
     for key, value in parts.items():
-        flat.update(flatten(value, key))
+        inner = flatten(value, key)
+        if both := flat.keys() & inner.keys():
+            raise CaptureError(
+                f"the model returns two tensors that would both be called {min(both)!r}; give one another key in forward"
+            )
+        flat.update(inner)
     return flat

@@ -143,6 +143,17 @@ def _elu(node: fx.Node, importer: Any) -> Any:
     return emit(relax.op.multiply(chosen, constant(scale)))
 
 
+def _gather(node: fx.Node, importer: Any) -> Any:
+    """gather(x, axis, index), the index clipped where the size is known: TVM reads whatever lies beside the tensor otherwise."""
+    emit, x, index = importer.block_builder.emit, importer.env[node.args[0]], importer.env[node.args[2]]
+    axis = int(node.args[1])  # type: ignore[arg-type]
+    size = node.args[0].meta["val"].shape[axis]  # type: ignore[union-attr]
+    low = emit(relax.op.maximum(index, relax.const(0, index.ty.dtype)))
+    if isinstance(size, int):
+        low = emit(relax.op.minimum(low, relax.const(size - 1, index.ty.dtype)))
+    return emit(relax.op.gather_elements(x, low, axis=axis))
+
+
 def _select(node: fx.Node, importer: Any) -> Any:
     """`x[..., i, ...]`, without TVM's unchecked take."""
     x, axis, index = importer.env[node.args[0]], int(node.args[1]), node.args[2]  # type: ignore[arg-type]
@@ -159,6 +170,7 @@ CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "clamp.default": _clamp,
     "elu.default": _elu,
     "select.int": _select,
+    "gather.default": _gather,
     "amax.default": _extreme,
     "amin.default": _extreme,
 }

@@ -12,7 +12,7 @@ from torch import nn
 
 import khtst_compile as kc
 from khtst_compile.capture.factory import capture_module
-from khtst_compile.errors import CalibrationError, CaptureError
+from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 
 
 class Odd(nn.Module):
@@ -63,3 +63,28 @@ def test_samples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     program = capture_module(Two().eval(), (torch.randn(4, 16), torch.randn(1, 16)))
     with pytest.raises(CalibrationError, match="input 'y': shape is"):
         kc.quantize(program, tmp_path / "q", random=True)
+
+
+def test_outputs_of_one_name_are_refused() -> None:
+    for result in (lambda f, x: {"a_b": f(x), "a": {"b": x}}, lambda f, x: {1: f(x), "1": x}):
+        with pytest.raises(CaptureError, match="another key"):
+            capture_module(Odd(result).eval(), (torch.randn(4, 32),))  # type: ignore[arg-type]
+
+
+def test_an_artifact_is_not_written_over_its_source(quantized: Path) -> None:
+    for output in (quantized, quantized / "inside"):
+        with pytest.raises(UsageError, match="choose another output"):
+            kc.lower(quantized, output)
+
+
+def test_an_index_out_of_range_reads_no_stray_memory(tmp_path: Path) -> None:
+    class Gather(nn.Module):
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            return x.gather(1, i)
+
+    program = capture_module(Gather(), (torch.randn(4, 8), torch.randint(0, 2, (4, 3))))
+    kc.quantize(program, tmp_path / "q", recipe="fp32")
+    kc.lower(tmp_path / "q", tmp_path / "l")
+    x = np.arange(8, dtype=np.float32)[None]
+    got = kc.load(tmp_path / "l").run({"x": x, "i": np.array([[-(10**9), 3, 10**9]])})["output"]
+    np.testing.assert_array_equal(got, [[0.0, 3.0, 7.0]])
