@@ -94,7 +94,7 @@ def quantize(
             "kind": "quantized",
             "made_by": _made_by(),
             "source": str(program.meta["source"]),
-            "recipe": recipes.RECIPES.get(text.strip(), text),
+            "recipe": recipes.render(passes) if keep_fp32 else recipes.RECIPES.get(text.strip(), text),
             "passes": [*quantized.history],
             "inputs": [s.to_json() for s in program.inputs],
             "outputs": [s.to_json() for s in program.outputs],

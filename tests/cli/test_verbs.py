@@ -83,7 +83,8 @@ def test_verify_within_budget(cli: Cli, made: Made, tmp_path: Path) -> None:
 def test_bench_times_every_engine(cli: Cli, made: Made) -> None:
     need("x86", kc_unavailable(made))
     rows = json.loads(cli("bench", made.library, made.onnx, "--shape", 3, "--seconds", 0.01, "--json", "-q").stdout)
-    engines = ["khtst x86-avx2", "khtst onnx (ort)", "torch float32", "onnxruntime float32", "onnxruntime dynamic int8"]
+    ours = artifact.read(made.library).manifest["target"]["name"]
+    engines = [f"khtst {ours}", "khtst onnx (ort)", "torch float32", "onnxruntime float32", "onnxruntime dynamic int8"]
     assert [r["engine"] for r in rows] == engines
     assert all(r["shape"] == {"batch": 3} and r["median_ms"] > 0 for r in rows)
     assert rows[0]["ratio"] == 1.0 and rows[2]["error_db"] is None
