@@ -64,11 +64,12 @@ class Engine:
             self._vm = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
         except (OSError, RuntimeError) as error:
             raise ArtifactError(f"{library}: cannot be loaded ({error}); make the artifact again") from error
+        self._functions = {name: self._vm[name] for name in ("main", "taps")}
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
         """Run `function` ("main" or "taps") and return what it returns."""
         with self._lock, _workers(self._threads):
-            results = self._vm[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
+            results = self._functions[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
             return [r.numpy() for r in results]
 
 
@@ -122,26 +123,31 @@ def _workers(threads: int) -> Iterator[None]:
 
     Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: a second thread then gains nothing.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = os.sched_getaffinity(0)
+    if threads == 1 and getattr(_pool, "shape", None) == (1, cores):
+        yield  # nothing to place: a short run is not to pay for system calls
+        return
     try:
         if getattr(_pool, "shape", None) != (threads, cores):
             _make_pool(threads, cores)
         if threads > 1 and len(cores) > 1:
-            os.sched_setaffinity(0, {cores[0]})
+            os.sched_setaffinity(0, {min(cores)})
         yield
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def _make_pool(threads: int, cores: list[int]) -> None:
+def _make_pool(threads: int, cores: set[int]) -> None:
     import tvm
+
+    order = sorted(cores)
 
     with _pool_lock:
         before = _tasks()
         tvm.get_global_func("runtime.config_threadpool")(1, threads)
         for number, task in enumerate(sorted(_tasks() - before), start=1):
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(task, {cores[number % len(cores)]})
+                os.sched_setaffinity(task, {order[number % len(order)]})
     _pool.shape = (threads, cores)
 
 
