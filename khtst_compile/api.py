@@ -23,7 +23,8 @@ from khtst_compile.signature import check_inputs
 Array = npt.NDArray[Any]
 Report = Callable[[str], None]
 ProgressFactory = Callable[[int, str], AbstractContextManager[Progress]]
-PROGRAM, GOLDEN, TOKENIZER, ONNX_MODEL = "program.pt2", "golden.npz", "tokenizer", "model.onnx"
+GOLDEN, ONNX_MODEL = artifact.GOLDEN, artifact.ONNX_MODEL
+PROGRAM, TOKENIZER = "program.pt2", "tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
 KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer

@@ -26,6 +26,7 @@ from khtst_compile.errors import ArtifactError, ResourceError, UsageError
 FORMAT = "khtst-artifact"
 VERSION = 1
 MANIFEST = "manifest.json"
+GOLDEN, ONNX_MODEL = "golden.npz", "model.onnx"  # files that several steps read or write
 KINDS = ("quantized", "library", "onnx")
 ALIGN = 64  # bytes; weights are mapped and handed to kernels in place
 

@@ -26,7 +26,6 @@ from khtst_compile.targets import table
 from khtst_compile.targets.contract import Target
 
 Array = npt.NDArray[Any]
-GOLDEN = "golden.npz"
 
 
 def compile_program(
@@ -45,7 +44,7 @@ def compile_program(
     bar.advance(note="compiled")
     entries = artifact.write_weights(folder / WEIGHTS, weights)
     say(f"built {target.name} in {built_s:.1f} s: {', '.join(f'{k} {v}' for k, v in graph.fused.items() if v)}")
-    golden = source.arrays(GOLDEN)
+    golden = source.arrays(artifact.GOLDEN)
     inputs = {k.removeprefix("in/"): v for k, v in golden.items() if k.startswith("in/")}
     runner, results = _golden_run(graph, target, folder, weights, [inputs[s.name] for s in program.inputs])
     bar.advance(note="run")
@@ -53,7 +52,7 @@ def compile_program(
     report = ParityReport(tuple(replay(graph, outputs, taps, {k: torch.from_numpy(v) for k, v in inputs.items()})))
     report.require(f"lower for {target.name}")
     golden |= {f"lowered/{s.name}": v for s, v in zip(program.outputs, outputs, strict=True)}
-    np.savez(folder / GOLDEN, **golden)  # type: ignore[arg-type]
+    np.savez(folder / artifact.GOLDEN, **golden)  # type: ignore[arg-type]
     bar.advance(note="compared")
     say(f"compared {len(report.rows)} kernel outputs with torch on {runner}: all within budget")
     kept = ("source", "recipe", "passes", "inputs", "outputs", "axes", "ranges", "meta")

@@ -82,7 +82,7 @@ def to_relax(graph: Graph, target: Target) -> Lowered:
             custom_convert_map=converters,
             unwrap_unit_return_tuple=False,
         )
-    except (AssertionError, ValueError, NotImplementedError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(_explain(program, error)) from error
     module, weights = lift_weights(_split_main(module, len(program.outputs)))
     return Lowered(module, weights, kernels.macs)

@@ -26,7 +26,7 @@ def verify_artifact(
     folder: artifact.Folder, reference: str | Path | None, threads: int | None, task: str | None, say: Say
 ) -> ParityReport:
     """See api.verify."""
-    golden = folder.arrays("golden.npz")
+    golden = folder.arrays(artifact.GOLDEN)
     inputs = {k.removeprefix("in/"): v for k, v in golden.items() if k.startswith("in/")}
     outputs, taps = _RUNNERS[folder.kind](folder, inputs, threads)
     rows: list[Row] = []
@@ -88,7 +88,7 @@ def _against_quantized(
     if folder.kind == "onnx":
         from khtst_compile.lower.onnx_replay import replay_onnx
 
-        return replay_onnx(program, folder.file("model.onnx"), inputs, threads)
+        return replay_onnx(program, folder.file(artifact.ONNX_MODEL), inputs, threads)
     if folder.kind == "quantized":
         say("a quantized artifact is compared on its outputs alone")
         return []
@@ -167,7 +167,7 @@ def _run_onnx(folder: artifact.Folder, inputs: dict[str, Array], threads: int | 
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0
-    session = onnxruntime.InferenceSession(str(folder.file("model.onnx")), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(folder.file(artifact.ONNX_MODEL)), options, providers=["CPUExecutionProvider"])
     names = [s["name"] for s in folder.manifest["outputs"]]
     return dict(zip(names, session.run(names, inputs), strict=True)), []
 
