@@ -8,8 +8,6 @@ the number of threads: the bits are the same on every machine. Scratch has one s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -26,8 +24,10 @@ from khtst_compile.targets.kernels.vec import (
     ceil,
     f32,
     fma,
+    i32,
     keep,
     mul,
+    shuffle2,
     small,
     span,
     splat,
@@ -39,6 +39,9 @@ __all__ = ["Attention", "Mask", "Operand", "prim_func", "reference"]
 
 _ROWS = 256
 """Rows of one task: packing K and V again for the next ones costs little then."""
+
+_UNROLL = 8
+"""Features a turn of the loop of scores: a loop of few turns is left without a mispredicted branch."""
 
 
 def prim_func(spec: Attention) -> tirx.PrimFunc:
@@ -73,7 +76,7 @@ def prim_func(spec: Attention) -> tirx.PrimFunc:
                 scores=scratch(spec.key_block * spec.tiles[0]),
                 bias=scratch(spec.key_block),
                 scaled=scratch(spec.tiles[0] * round_up(spec.head_dim)),
-                tops=scratch(_ROWS),
+                tops=scratch(_ROWS + LANES),
                 sums=scratch(_ROWS * LANES),
             )
             _task(spec, task)
@@ -120,7 +123,7 @@ def _task(spec: Attention, task: Task) -> None:
     with T.serial(T.int64(0), T.max(T.int64(1), T.ceildiv(seen, T.int64(spec.key_block)))) as step:
         start = fixed(step * spec.key_block)
         count = fixed(T.min(T.int64(spec.key_block), seen - start))
-        block = Block(start, count, fixed(T.ceildiv(count, T.int64(LANES))))
+        block = Block(start, count, fixed(T.ceildiv(count, T.int64(LANES))), spec.key_block)
         pack_keys(spec, task, block)
         pack_values(spec, task, block)
         key_bias(spec, task, block)
@@ -145,19 +148,20 @@ def _tile(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> No
     """`size` rows from the task's `row` on against one block of keys."""
     seen = fixed(_seen(spec, task, row + (size - 1)))
     count = fixed(T.min(block.count, seen - block.start))
-    part = Block(block.start, count, fixed(T.ceildiv(count, T.int64(LANES))))
+    part = Block(block.start, count, fixed(T.ceildiv(count, T.int64(LANES))), block.pitch)
     last = T.Bind(seen <= block.start + spec.key_block)
 
     def body() -> None:
-        shrink = T.alloc_buffer((size,), "float32", scope="global")
+        shrink, inverse = small(), small()
         with T.serial(T.int64(0), T.int64(size)) as i:
             _scaled_query(spec, task, fixed(task.first + row + i), i)
             if spec.rows_differ:
-                row_bias(spec, task, part, fixed(task.first + row + i), fixed(i * spec.key_block))
+                row_bias(spec, task, part, fixed(task.first + row + i), fixed(i * part.pitch))
         _scores(spec, task, part, row, size)
-        with T.serial(T.int64(0), T.int64(size)) as i:
-            _powers(task, part, fixed(i * spec.key_block), fixed(row + i), lambda v: T.buffer_store(shrink, v, [i]))
-        each_vector(spec.head_dim, lambda off, valid: _values(spec, task, part, row, size, shrink, last, off, valid))
+        _powers(task, part, row, size, shrink)
+        with T.If(last), T.Then():
+            _inverses(task, row, size, inverse)
+        each_vector(spec.head_dim, lambda off, valid: _values(spec, task, part, row, size, shrink, inverse, last, off, valid))
 
     if not spec.causal:
         body()
@@ -191,22 +195,30 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
         acc = [small() for _ in range(size)]
 
         def bias(i: int) -> Expr:
-            at = i * spec.key_block + j * LANES
+            at = i * block.pitch + j * LANES
             return task.scores[span(at)] if spec.rows_differ else task.bias[span(j * LANES)]
 
         for i, a in enumerate(acc):
             # 0 and -inf may as well be what the sum starts from; another bias is added to its result, rounded once.
             store(a, f32(0.0) if additive else bias(i), 0)
-        with T.serial(T.int64(0), T.int64(spec.head_dim)) as c:
+
+        def products(c: Expr) -> None:
             key = T.Bind(task.keys_packed[span((j * spec.head_dim + c) * LANES)])
             for i, a in enumerate(acc):
                 store(a, fma(splat(task.scaled[i * pitch + c]), key, a[span(0)]), 0)
+
+        turns = spec.head_dim // _UNROLL
+        with T.serial(T.int64(0), T.int64(turns)) as turn:
+            for u in range(_UNROLL):
+                products(turn * _UNROLL + u)
+        for c in range(turns * _UNROLL, spec.head_dim):
+            products(T.int64(c))
         for i, a in enumerate(acc):
             s = T.Bind(a[span(0)] + bias(i)) if additive else a[span(0)]
             if diagonal:
                 position = T.cast(_seen(spec, task, row + i) - block.start - j * LANES, "int32")
                 s = T.Select(T.ramp(T.int32(0), 1, LANES) < splat(position), s, f32(-np.inf))
-            store(task.scores, s, i * spec.key_block + j * LANES)
+            store(task.scores, s, i * block.pitch + j * LANES)
 
     whole = block.panels
     if spec.causal:  # panels that all rows see in full
@@ -218,29 +230,51 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
             panel(j, True)
 
 
-def _powers(task: Task, block: Block, at: Expr, row: Expr, done: Callable[[Expr], None]) -> None:
-    """Scores of one row to powers, in place; its top and its sums move on; done(what earlier sums are multiplied by)."""
-    peak = small()
-    store(peak, f32(-np.inf), 0)
+def _powers(task: Task, block: Block, row: Expr, size: int, shrink: Expr) -> None:
+    """Scores of `size` rows to powers, in place; their tops and sums move on; shrink[i]: what earlier sums of row i are multiplied by.
+
+    What is one number a row is kept in the lanes of one vector: for all rows at once, and no row waits for another.
+    """
+    pitch = block.pitch
+    peaks = [small() for _ in range(size)]
+    for peak in peaks:
+        store(peak, f32(-np.inf), 0)
     with T.serial(T.int64(0), block.panels) as j:
-        store(peak, T.max(peak[span(0)], task.scores[span(at + j * LANES)]), 0)
-    old = T.Bind(splat(task.tops[row]))
-    top = keep(T.max(old, ceil(across(peak[span(0)], T.max))))
+        for i, peak in enumerate(peaks):
+            store(peak, T.max(peak[span(0)], task.scores[span(i * pitch + j * LANES)]), 0)
+    highest = _gathered([across(peak[span(0)], T.max) for peak in peaks])
+    old = T.Bind(task.tops[span(row)])
+    top = keep(T.max(old, ceil(highest)))
     # Where nothing is seen, the powers must be 2^-inf = 0 and not 2^(-inf + inf).
-    finite = keep(T.Select(T.EQ(top, f32(-np.inf)), f32(0.0), top))
-    shrink = keep(exp2_nonpositive(T.Bind(old - finite)))
-    total = small()
-    store(total, mul(task.sums[span(row * LANES)], shrink), 0)
-    with T.serial(T.int64(0), block.panels) as j:
-        p = exp2_nonpositive(T.Bind(task.scores[span(at + j * LANES)] - finite))
-        store(task.scores, p, at + j * LANES)
-        store(total, total[span(0)] + p, 0)
-    store(task.sums, total[span(0)], row * LANES)
-    first = small()
-    store(first, top, 0)
-    T.buffer_store(task.tops, first[0], [row])
-    store(first, shrink, 0)
-    done(first[0])
+    finite = small()
+    store(finite, T.Select(T.EQ(top, f32(-np.inf)), f32(0.0), top), 0)
+    store(shrink, exp2_nonpositive(T.Bind(old - finite[span(0)])), 0)
+    store(task.tops, T.Select(T.ramp(T.int32(0), 1, LANES) < i32(size), top, old), row)
+    with T.serial(T.int64(0), T.int64(size)) as i:
+        at = fixed(i * pitch)
+        subtract = T.Bind(splat(finite[i]))
+        total = small()
+        sums = T.Bind((row + i) * LANES)
+        store(total, mul(task.sums[span(sums)], splat(shrink[i])), 0)
+        with T.serial(T.int64(0), block.panels) as j:
+            p = exp2_nonpositive(T.Bind(task.scores[span(at + j * LANES)] - subtract))
+            store(task.scores, p, at + j * LANES)
+            store(total, total[span(0)] + p, 0)
+        store(task.sums, total[span(0)], sums)
+
+
+def _gathered(vectors: list[Expr]) -> Expr:
+    """Lane i from vectors[i], without a detour through memory, where small stores would hold up the large load."""
+    result = vectors[0]
+    for i, vector in enumerate(vectors[1:], 1):
+        result = keep(shuffle2(result, vector, [LANES + n if n == i else n for n in range(LANES)]))
+    return result
+
+
+def _inverses(task: Task, row: Expr, size: int, inverse: Expr) -> None:
+    """1 / the sum of `size` rows, 0 for rows that saw no key."""
+    total = _gathered([sum_across(keep(task.sums[span((row + i) * LANES)])) for i in range(size)])
+    store(inverse, T.Select(T.EQ(total, f32(0.0)), f32(0.0), f32(1.0) / total), 0)
 
 
 def _values(
@@ -250,6 +284,7 @@ def _values(
     row: Expr,
     size: int,
     shrink: Expr,
+    inverse: Expr,
     last: Expr,
     off: Expr,
     valid: int,
@@ -273,10 +308,9 @@ def _values(
     with T.serial(T.int64(0), block.count) as key:
         value = T.Bind(task.values_packed[span(panel + key * LANES)])
         for i, a in enumerate(acc):
-            store(a, fma(splat(task.scores[i * spec.key_block + key]), value, a[span(0)]), 0)
+            store(a, fma(splat(task.scores[i * block.pitch + key]), value, a[span(0)]), 0)
     with T.If(last), T.Then():
         for i, a in enumerate(acc):
-            sums = T.Bind(sum_across(keep(task.sums[span((row + i) * LANES)])))
-            store(a, a[span(0)] * T.Select(T.EQ(sums, f32(0.0)), f32(0.0), f32(1.0) / sums), 0)
+            store(a, a[span(0)] * splat(inverse[i]), 0)
     for i, a in enumerate(acc):
         save(out, a[span(0)], places[i], valid)

@@ -43,11 +43,15 @@ class Task:
 
 @dataclass
 class Block:
-    """The keys of one step of the running softmax: `count` of them from `start` on, in `panels` of 16 (int64)."""
+    """The keys of one step of the running softmax: `count` of them from `start` on, in `panels` of 16 (int64).
+
+    pitch:  floats from one row of scores to the next.
+    """
 
     start: Expr
     count: Expr
     panels: Expr
+    pitch: int
 
 
 @dataclass

@@ -115,9 +115,10 @@ class Attention:
     def tiles(self) -> tuple[int, ...]:
         """Query rows of a tile, largest first.
 
-        6 rows x 16 floats fill 12 of the 16 AVX2 registers; on AVX512 8 rows are enough to cover the latency of its two units.
+        6 rows x 16 floats fill 12 of the 16 AVX2 registers; 4 are what lengths like 16 and 64 leave over. On AVX512 8 rows are
+        enough to cover the latency of its two units.
         """
-        return (8, 2, 1) if self.isa.registers >= 32 else (6, 2, 1)
+        return (8, 2, 1) if self.isa.registers >= 32 else (6, 4, 2, 1)
 
     @property
     def rows_differ(self) -> bool:
