@@ -128,6 +128,36 @@ def test_against_float64(name: str) -> None:
             np.testing.assert_array_equal(got, run(other_lib, other, arrays))
 
 
+@pytest.mark.parametrize("dim", [1, 20, 96, 256])
+def test_any_size(dim: int) -> None:
+    """Head sizes with and without a tail, lengths within a panel, of a few blocks and of many: keys, queries, causal or not."""
+    for causal in (False, True):
+        spec = apart(2, 1, dim, causal=causal)
+        lib = build(spec)
+        for queries, keys in ((1, 1), (7, 7), (33, 33), (1, 2048), (260, 2048 if dim == 20 else 600)):
+            arrays = inputs(spec, 1, queries, keys)
+            np.testing.assert_allclose(run(lib, spec, arrays), expected(spec, arrays), rtol=0, atol=3e-6)
+
+
+def test_scratch_does_not_grow_with_the_length() -> None:
+    """Every buffer a kernel takes has a size known when it is built; all of them fit an L2 cache of 512 KiB."""
+    for dim in (1, 32, 64, 128, 256):
+        spec = apart(4, 2, dim, causal=True, mask=Mask("float32", True, True, True))
+        sizes = re.findall(r"T\.alloc_buffer\(\((.*?),?\)", attention.prim_func(spec).script())
+        assert len(sizes) > 8 and all(size.isdigit() for size in sizes), sizes
+        assert 4 * sum(int(size) for size in sizes) < 512 * 1024
+
+
+def test_blocks_that_no_row_sees_are_not_read() -> None:
+    """Keys above the diagonal, whole blocks of them: NaN there does not reach any row."""
+    spec = apart(1, 1, 64, causal=True)
+    q, k, v = inputs(spec, 1, 40, 3 * spec.key_block)
+    beyond = spec.key_block
+    k[:, beyond:], v[:, beyond:] = np.nan, np.nan
+    got = run(build(spec), spec, [q, k, v])
+    np.testing.assert_array_equal(got, run(build(spec), spec, [q, k[:, :beyond].copy(), v[:, :beyond].copy()]))
+
+
 def test_one_tensor_given_three_times() -> None:
     spec = CASES["fused-padding"]
     x = inputs(spec, 2, 37, 37)
@@ -147,6 +177,9 @@ def test_bits_are_those_of_the_written_order() -> None:
     np.testing.assert_array_equal(run(build(spec), spec, arrays), attention.reference(spec, *arrays))
     spec = fused(2, 2, 16, mask=Mask())
     arrays = inputs(spec, 1, 21, 21)
+    np.testing.assert_array_equal(run(build(spec), spec, arrays), attention.reference(spec, *arrays))
+    spec = apart(2, 1, 256, mask=Mask("float32", False, True, False))  # blocks of 64 keys
+    arrays = inputs(spec, 1, 3, 150)
     np.testing.assert_array_equal(run(build(spec), spec, arrays), attention.reference(spec, *arrays))
 
 
