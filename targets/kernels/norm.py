@@ -30,6 +30,7 @@ from khtst_compile.targets.kernels.rows import (
     Place,
     Source,
     each_vector,
+    fixed,
     for_rows,
     load,
     only,
@@ -60,12 +61,25 @@ _ACCUMULATORS = 4
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """One table whose rows are added up. rows: of the table; shared: ids are of 1 in all leading dimensions but the last.
+
+    dtype: of the ids, "int64" or "int32". An id outside the table reads its first or last row.
+    """
+
+    rows: int
+    shared: bool = False
+    dtype: str = "int64"
+
+
+@dataclass(frozen=True)
 class NormQuantize:
     """The kernel norm_quantize(x, [residual], [gamma], [beta], inputs of each quantizer) -> [sum], [y], codes, scale, ..
 
     x, residual, sum, y:  (lead.., width) float32
     gamma, beta:          (width,) float32
     per quantizer:        inputs and outputs as in `QuantizeRows`, suffixed 0, 1, ..
+    with lookups, in the place of x: ids0, ids1, .. (lead..) and then table0, .. (rows, width); x is ((t0 + t1) + t2), rounded each time
 
     kind:        "layer" or "rms".
     residual:    add a second input first.
@@ -73,6 +87,7 @@ class NormQuantize:
     sum_out:     h is an output.
     y_out:       y is an output.
     quantizers:  any number, each quantises y.
+    lookups:     tables x is the sum of, or () for x itself.
     """
 
     isa: Isa
@@ -86,6 +101,7 @@ class NormQuantize:
     sum_out: bool = False
     y_out: bool = True
     quantizers: tuple[Quantizer, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
     name: str = "norm_quantize"
     parallel: bool = True
 
@@ -96,6 +112,8 @@ class NormQuantize:
             raise LoweringError(f"{self.name}: kind '{self.kind}'; needed 'layer' or 'rms'")
         if not (self.sum_out or self.y_out or self.quantizers):
             raise LoweringError(f"{self.name}: no output is asked for; needed sum_out, y_out or a quantizer")
+        if self.residual and self.lookups:
+            raise LoweringError(f"{self.name}: both a residual and lookups; add the residual outside")
         for quantizer in self.quantizers:
             quantizer.check(self.width, self.name)
 
@@ -105,8 +123,9 @@ def prim_func(spec: NormQuantize) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(spec.name)
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
-        rows, flat = _arguments(spec).flatten()
-        norm = _RowNorm(spec, flat)
+        args = _arguments(spec)
+        rows, flat = args.flatten()
+        norm = _RowNorm(spec, flat, args.dims[-1])
         quantizers = [
             RowQuantizer(spec.isa, q, spec.width, flat, norm.again if i else norm.values, "read" if i else "light", str(i))
             for i, q in enumerate(spec.quantizers)
@@ -121,7 +140,12 @@ def prim_func(spec: NormQuantize) -> tirx.PrimFunc:
 
 def _arguments(spec: NormQuantize) -> Arguments:
     args = Arguments(spec.lead.dims())
-    args.rows("x", spec.width)
+    for i, lookup in enumerate(spec.lookups):
+        args.rows(f"ids{i}", None, lookup.dtype, lookup.shared)
+    for i, lookup in enumerate(spec.lookups):
+        args.matrix(f"table{i}", lookup.rows, spec.width)
+    if not spec.lookups:
+        args.rows("x", spec.width)
     if spec.residual:
         args.rows("residual", spec.width)
     if spec.gamma:
@@ -139,7 +163,7 @@ def _arguments(spec: NormQuantize) -> Arguments:
     return args
 
 
-def _sum(width: int, value: Source, add: Callable[[Expr, Expr], Expr]) -> Expr:
+def row_sum(width: int, value: Source, add: Callable[[Expr, Expr], Expr]) -> Expr:
     """Sum over a row (a scalar) in the order of the module docstring; add(total, value) accumulates 16 lanes."""
     totals = [small() for _ in range(_ACCUMULATORS)]
     for total in totals:
@@ -163,13 +187,19 @@ class _RowNorm:
 
     spec: NormQuantize
     flat: dict[str, Expr]
+    length: Expr
 
     @property
     def scratch(self) -> dict[str, int]:
         """Mean and 1 / standard deviation of a row; h and y where they are read again and are no outputs."""
         spec, wide = self.spec, round_up(self.spec.width)
-        own_h, own_y = spec.residual and not spec.sum_out, len(spec.quantizers) > 1 and not spec.y_out
+        own_h, own_y = self._makes_h and not spec.sum_out, len(spec.quantizers) > 1 and not spec.y_out
         return {"mean": 1, "rstd": 1} | ({"h": wide} if own_h else {}) | ({"y": wide} if own_y else {})
+
+    @property
+    def _makes_h(self) -> bool:
+        """Whether h is computed rather than read."""
+        return self.spec.residual or bool(self.spec.lookups)
 
     def phases(self) -> list[Phase]:
         """Everything before the quantizers."""
@@ -219,16 +249,26 @@ class _RowNorm:
         """h, written where it is a sum or an output."""
         spec, flat, start = self.spec, self.flat, T.Bind(place.row * self.spec.width)
         buffer, at = self._kept("h", place)
+        terms = [("x", start), *([("residual", start)] if spec.residual else [])]
+        if spec.lookups:
+            terms = [(f"table{i}", self._table_row(i, place)) for i in range(len(spec.lookups))]
 
         def value(off: Expr, valid: int, lanes: int) -> Expr:
-            h = load(flat["x"], start + off, valid, lanes)
-            if spec.residual:
-                h = T.Bind(rounded(h + load(flat["residual"], start + off, valid, lanes)))
-            if spec.residual or spec.sum_out:
+            h, *rest = (load(flat[name], first + off, valid, lanes) for name, first in terms)
+            for more in rest:
+                h = T.Bind(rounded(h + more))
+            if self._makes_h or spec.sum_out:
                 save(buffer, h, at + off, valid)
             return h
 
         return value
+
+    def _table_row(self, number: int, place: Place) -> Expr:
+        """Where the row of table `number` that this place looks up begins."""
+        lookup = self.spec.lookups[number]
+        at = place.row % self.length if lookup.shared else place.row
+        found = T.cast(self.flat[f"ids{number}"][at], "int64")
+        return T.Bind(fixed(T.max(T.min(found, T.int64(lookup.rows - 1)), T.int64(0))) * self.spec.width)
 
     def _centered(self, place: Place) -> Source:
         """h less its mean, once h is written."""
@@ -258,12 +298,12 @@ class _RowNorm:
         each_vector(self.spec.width, one)
 
     def _mean(self, place: Place) -> None:
-        total = _sum(self.spec.width, self._summed(place), lambda total, v: total + v)
+        total = row_sum(self.spec.width, self._summed(place), lambda total, v: total + v)
         T.buffer_store(place.scratch["mean"], total / T.float32(self.spec.width), [place.slot])
 
     def _deviation(self, place: Place) -> None:
         values = self._centered(place) if self.spec.kind == "layer" else self._summed(place)
-        square = _sum(self.spec.width, values, lambda total, v: fma(v, v, total))
+        square = row_sum(self.spec.width, values, lambda total, v: fma(v, v, total))
         variance = T.Bind(rounded(square / T.float32(self.spec.width)))
         deviation = sqrt(T.Bind(rounded(variance + T.float32(float(np.float32(self.spec.eps))))))
         T.buffer_store(place.scratch["rstd"], T.float32(1.0) / deviation, [place.slot])
@@ -280,9 +320,9 @@ def reference(
     with np.errstate(all="ignore"):
         h = x if residual is None else x + residual
         width = np.float32(spec.width)
-        mean = _sum_reference(h, lambda total, v: total + v) / width if spec.kind == "layer" else None
+        mean = row_sum_reference(h, lambda total, v: total + v) / width if spec.kind == "layer" else None
         centered = h if mean is None else h - mean
-        square = _sum_reference(centered, lambda total, v: fma_reference(v, v, total))
+        square = row_sum_reference(centered, lambda total, v: fma_reference(v, v, total))
         rstd = np.float32(1) / np.sqrt(square / width + np.float32(spec.eps))
         y = centered * rstd
         if gamma is not None:
@@ -292,7 +332,7 @@ def reference(
     return h, y.astype(np.float32)
 
 
-def _sum_reference(values: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
+def row_sum_reference(values: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
     """values (..., D) -> (..., 1), in the kernel's order."""
     padded = np.zeros((*values.shape[:-1], round_up(values.shape[-1])), np.float32)
     padded[..., : values.shape[-1]] = values

@@ -226,13 +226,14 @@ class RowQuantizer:
 class QuantizeRows:
     """The kernel quantize_rows(x, [inv_smooth], [inv, static_scale]) -> codes, scale.
 
-    x:             (lead.., width) float32
+    x:             (lead.., width) float32; with a gate (lead.., 2 * width)
     inv_smooth:    (width,) float32, if quantizer.smooth
     inv:           (1,) float32 and static_scale: (1,) float32, if quantizer.static
     codes:         (lead.., round_up(width, 16)) isa.codes_dtype, code + isa.codes_offset
     scale:         (lead..) float32
 
     act:           activation applied to x first, a name of `act.ACTIVATIONS`.
+    gate:          the values are act(first half of x) * second half.
     parallel:      rows in parallel where there are enough of them.
     """
 
@@ -241,6 +242,7 @@ class QuantizeRows:
     lead: Lead = LEAD2
     act: str = "none"
     quantizer: Quantizer = PER_ROW
+    gate: bool = False
     name: str = "quantize_rows"
     parallel: bool = True
 
@@ -257,17 +259,25 @@ def prim_func(spec: QuantizeRows) -> tirx.PrimFunc:
         T.func_name(spec.name)
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         args = Arguments(spec.lead.dims())
-        args.rows("x", spec.width)
+        columns = spec.width * (2 if spec.gate else 1)
+        args.rows("x", columns)
         spec.quantizer.declare_inputs(args, spec.width, "")
         spec.quantizer.declare_outputs(args, spec.isa, spec.width, "")
         rows, flat = args.flatten()
         act = activation(spec.act).emit
 
         def row(place: Place) -> Source:
-            start = T.Bind(place.row * spec.width)
-            return lambda off, valid, lanes: only(act(load(flat["x"], start + off, valid, lanes)), valid)
+            start = T.Bind(place.row * columns)
 
-        cost = "read" if spec.act == "none" else "heavy"
+            def values(off: Expr, valid: int, lanes: int) -> Expr:
+                value = act(load(flat["x"], start + off, valid, lanes))
+                if spec.gate:
+                    value = mul(T.Bind(value), load(flat["x"], start + spec.width + off, valid, lanes))
+                return only(value, valid)
+
+            return values
+
+        cost = "heavy" if spec.gate or spec.act != "none" else "read"
         quantizer = RowQuantizer(spec.isa, spec.quantizer, spec.width, flat, row, cost)
         for_rows(rows, spec.width, quantizer.scratch, spec.parallel, quantizer.phases())
     return builder.get()

@@ -53,23 +53,30 @@ class Arguments:
     """The arguments of the kernel being built: declares them in order and hands out flat views.
 
     dims:     the leading dimensions, int64.
-    pending:  (name, declared buffer, elements, dtype) of the arguments so far; their views are made by `flatten`, since
-              every argument has to be declared before the first statement.
+    pending:  (name, declared buffer, its elements from the number of rows, dtype) of the arguments so far; their views are made by
+              `flatten`, since every argument has to be declared before the first statement. None: it is flat as it is.
     """
 
     dims: list[Expr]
-    pending: list[tuple[str, Expr, Expr, str]] = field(default_factory=list)
+    pending: list[tuple[str, Expr, Callable[[Expr], Expr] | None, str]] = field(default_factory=list)
 
-    def rows(self, name: str, width: Expr | None, dtype: str = "float32") -> None:
-        """Declare a tensor (lead.., width), or (lead..) when width is None."""
+    def rows(self, name: str, width: Expr | None, dtype: str = "float32", shared: bool = False) -> None:
+        """Declare a tensor (lead.., width), or (lead..) when width is None; shared: of 1 in all leading dimensions but the last."""
         last = T.int64(width) if isinstance(width, int) else width
-        buffer = T.arg(name, T.buffer([*self.dims] if last is None else [*self.dims, last], dtype))
-        self.pending.append((name, buffer, 1 if last is None else last, dtype))
+        dims = [*(T.int64(1) for _ in self.dims[:-1]), self.dims[-1]] if shared else self.dims
+        buffer = T.arg(name, T.buffer([*dims] if last is None else [*dims, last], dtype))
+        columns = 1 if last is None else last
+        self.pending.append((name, buffer, lambda rows: (dims[-1] if shared else rows) * columns, dtype))
 
     def vector(self, name: str, length: int, dtype: str = "float32") -> None:
         """Declare a constant tensor (length,)."""
         buffer = T.arg(name, T.buffer((T.int64(length),), dtype))
         self.pending.append((name, buffer, None, dtype))
+
+    def matrix(self, name: str, rows: int, columns: int, dtype: str = "float32") -> None:
+        """Declare a constant tensor (rows, columns)."""
+        buffer = T.arg(name, T.buffer((T.int64(rows), T.int64(columns)), dtype))
+        self.pending.append((name, buffer, lambda _: T.int64(rows * columns), dtype))
 
     def flatten(self) -> tuple[Expr, dict[str, Expr]]:
         """Number of rows (int64) and, by name, every argument as a flat buffer."""
@@ -78,8 +85,8 @@ class Arguments:
             rows = rows * dim
         rows = T.Bind(rows)
         flat = {}
-        for name, buffer, width, dtype in self.pending:
-            flat[name] = buffer if width is None else T.decl_buffer((rows * width,), dtype, data=buffer.data)
+        for name, buffer, elements, dtype in self.pending:
+            flat[name] = buffer if elements is None else T.decl_buffer((elements(rows),), dtype, data=buffer.data)
         return rows, flat
 
 
