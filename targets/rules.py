@@ -15,7 +15,7 @@ from torch import fx
 
 from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize
+from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, rotary
 from khtst_compile.targets.kernels.rows import Lead, round_up
 
 Array = npt.NDArray[Any]
@@ -26,8 +26,13 @@ def cpu_kernels(isa: Isa) -> dict[str, tuple[KernelRule, ...]]:
     return {
         "khtst.quantize_rows": (partial(quantize_rows, isa),),
         "khtst.act_quantize": (partial(act_quantize, isa),),
+        "khtst.gate_quantize": (partial(act_quantize, isa, gate=True),),
         "khtst.norm": (partial(normalize, isa),),
         "khtst.norm_quantize": (partial(norm_quantize, isa),),
+        "khtst.rotary": (partial(turn, isa),),
+        "khtst.embed": (partial(embed, isa),),
+        "khtst.embed_norm": (partial(embed_norm, isa),),
+        "khtst.embed_norm_quantize": (partial(embed_norm_quantize, isa),),
         "khtst.w8a8_gemm": (partial(w8a8_gemm, isa),),
         "khtst.linear": (partial(linear, isa),),
         "khtst.attention": (partial(attend, isa),),
@@ -40,16 +45,19 @@ def quantize_rows(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall |
     return _quantize(isa, x, "none", constants(inv_smooth), constants(static), int(block), int(points))  # type: ignore[arg-type]
 
 
-def act_quantize(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+def act_quantize(isa: Isa, node: fx.Node, constants: Constants, gate: bool = False) -> KernelCall | None:
     x, act, inv_smooth, static, block, points = node.args
-    return _quantize(isa, x, str(act), constants(inv_smooth), constants(static), int(block), int(points))  # type: ignore[arg-type]
+    return _quantize(isa, x, str(act), constants(inv_smooth), constants(static), int(block), int(points), gate)  # type: ignore[arg-type]
 
 
-def _quantize(isa: Isa, x: Any, act: str, inv_smooth: Array | None, static: Array | None, block: int, points: int) -> KernelCall:
+def _quantize(
+    isa: Isa, x: Any, act: str, inv_smooth: Array | None, static: Array | None, block: int, points: int, gate: bool = False
+) -> KernelCall:
     lead, width = _rows(x)
+    width = width // 2 if gate else width
     quantizer = _quantizer(inv_smooth, static, block, points)
-    spec = quantize.QuantizeRows(isa, width, lead, act, quantizer)
-    key = f"quantize_{act}_{width}_{_quantizer_key(quantizer)}_{_lead_key(lead)}"
+    spec = quantize.QuantizeRows(isa, width, lead, act, quantizer, gate)
+    key = f"{'gate' if gate else 'quantize'}_{act}_{width}_{_quantizer_key(quantizer)}_{_lead_key(lead)}"
     outputs = ((round_up(width), isa.codes_dtype), (None, "float32"))
     return KernelCall(quantize.prim_func(spec), key, (x, *_quantizer_arrays(inv_smooth, static)), outputs, (0, 1))
 
@@ -78,22 +86,98 @@ def _norm(
     quantizers: tuple[quantize.Quantizer, ...],
     arrays: tuple[Array, ...],
     y_out: bool,
+    embedded: tuple[Lead, list[Any], list[Array], tuple[norm.Lookup, ...]] | None = None,
 ) -> KernelCall:
-    lead, width = _rows(x)
+    """embedded: (lead, ids, tables, lookups) where the rows are sums of table rows and not x."""
+    lead, width = _rows(x) if embedded is None else (embedded[0], int(embedded[2][0].shape[1]))
+    lookups = () if embedded is None else embedded[3]
     kind = "rms" if rms else "layer"
     given = [(name, a) for name, a in (("g", gamma), ("b", beta)) if a is not None]
     spec = norm.NormQuantize(
-        isa, width, eps, kind, lead, gamma=gamma is not None, beta=beta is not None, y_out=y_out, quantizers=quantizers
+        isa,
+        width,
+        eps,
+        kind,
+        lead,
+        gamma=gamma is not None,
+        beta=beta is not None,
+        y_out=y_out,
+        quantizers=quantizers,
+        lookups=lookups,
     )
-    parts = [kind, str(width), "".join(n for n, _ in given), f"{eps:.0e}".replace("-", "m"), "y" if y_out else ""]
-    key = "_".join(["norm", *parts, *map(_quantizer_key, quantizers), _lead_key(lead)])
+    parts = [kind, str(width), "".join(n for n, _ in given), _number(eps), "y" if y_out else ""]
+    first = f"embed_{_lookup_key(list(lookups))}" if lookups else "norm"
+    key = "_".join([first, *parts, *map(_quantizer_key, quantizers), _lead_key(lead)])
     outputs = [(width, "float32")] if y_out else []
     slots = [0] if y_out else []
     for _ in quantizers:
         outputs += [(round_up(width), isa.codes_dtype), (None, "float32")]  # type: ignore[list-item]
         slots += [1, 2]
-    operands = (x, *(a for _, a in given), *arrays)
+    read = [x] if embedded is None else [*embedded[1], *embedded[2]]
+    operands = (*read, *(a for _, a in given), *arrays)
     return KernelCall(norm.prim_func(spec), key, operands, tuple(outputs), tuple(slots))
+
+
+def turn(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    x, cos, sin, gamma, eps, heads, head_dim, offsets = node.args
+    lead, columns = _rows(x)
+    h, d, weight = int(heads), int(head_dim), constants(gamma)  # type: ignore[arg-type]
+    shared = isinstance(cos.meta["val"].shape[0], int) and int(cos.meta["val"].shape[0]) == 1  # type: ignore[union-attr]
+    spec = rotary.Rotary(columns, h, d, int(offsets[0]), shared, weight is not None, float(eps), lead)  # type: ignore[arg-type, index]
+    norm = f"_g{_number(spec.eps)}" if spec.norm else ""
+    key = f"rotary_{h}_{d}_{columns}p{spec.offset}{'' if shared else '_each'}{norm}_{_lead_key(lead)}"
+    operands: tuple[Any, ...] = (x, cos, sin, *([] if weight is None else [weight]))
+    return KernelCall(rotary.prim_func(spec), key, operands, ((h * d, "float32"),))
+
+
+def embed(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    return _embed(isa, node, constants)
+
+
+def embed_norm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    return _embed(isa, node, constants, node.args[6:10])
+
+
+def embed_norm_quantize(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    return _embed(isa, node, constants, node.args[6:10], node.args[10:])
+
+
+def _embed(isa: Isa, node: fx.Node, constants: Constants, norm_args: Any = None, quantize_args: Any = None) -> KernelCall:
+    """Arguments of the node: ids, table, three times, those of the norm and those of the quantizer, if any."""
+    pairs = [(i, constants(t)) for i, t in zip(node.args[:6:2], node.args[1:6:2], strict=True) if i is not None]
+    lookups = [_lookup(i, table) for i, table in pairs]
+    shape = pairs[0][0].meta["val"].shape  # type: ignore[union-attr]
+    lead = Lead(len(shape), tuple(int(s) if isinstance(s, int) else None for s in shape))
+    tables = [table for _, table in pairs if table is not None]
+    front = [i for i, _ in pairs], tables, tuple(lookups)
+    width = int(tables[0].shape[1])
+    if norm_args is None:
+        spec = norm.NormQuantize(isa, width, 0.0, lead=lead, y_out=False, sum_out=True, gamma=False, beta=False, lookups=front[2])
+        operands: tuple[Any, ...] = (*front[0], *tables)
+        return KernelCall(
+            norm.prim_func(spec), f"embed_{width}_{_lookup_key(lookups)}_{_lead_key(lead)}", operands, ((width, "float32"),)
+        )
+    gamma, beta, eps, rms = norm_args
+    quantizers: tuple[quantize.Quantizer, ...] = ()
+    arrays: tuple[Array, ...] = ()
+    y_out = True
+    if quantize_args is not None:
+        smooth, static = constants(quantize_args[0]), constants(quantize_args[1])
+        quantizers = (_quantizer(smooth, static, int(quantize_args[2]), int(quantize_args[3])),)
+        arrays = _quantizer_arrays(smooth, static)
+        y_out = 0 in {int(u.args[1]) for u in node.users}  # type: ignore[arg-type]
+    return _norm(isa, None, constants(gamma), constants(beta), float(eps), bool(rms), quantizers, arrays, y_out, (lead, *front))
+
+
+def _lookup(ids: Any, table: Array | None) -> norm.Lookup:
+    assert table is not None
+    value = ids.meta["val"]
+    shared = isinstance(value.shape[0], int) and int(value.shape[0]) == 1
+    return norm.Lookup(int(table.shape[0]), shared, str(value.dtype).removeprefix("torch."))
+
+
+def _lookup_key(lookups: list[norm.Lookup]) -> str:
+    return "_".join(f"{n.rows}{'s' if n.shared else ''}{'i' if n.dtype == 'int32' else ''}" for n in lookups)
 
 
 def w8a8_gemm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
@@ -166,6 +250,11 @@ def _rows(value: Any) -> tuple[Lead, int]:
     """Leading dimensions and width of a tensor of the graph; static sizes are kept static."""
     shape = value.meta["val"].shape
     return Lead(len(shape) - 1, tuple(int(s) if isinstance(s, int) else None for s in shape[:-1])), int(shape[-1])
+
+
+def _number(value: float) -> str:
+    """A float as part of a function's name: 1e-12 -> 1em12."""
+    return f"{value:.7g}".replace(".", "d").replace("-", "m").replace("+", "")
 
 
 def _lead_key(lead: Lead) -> str:

@@ -13,7 +13,12 @@ import torch
 from torch import fx
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
-from khtst_compile.linears import MAX_RANK
+from khtst_compile.lower.embeddings import fuse_embeddings
+from khtst_compile.lower.gates import fuse_gates
+from khtst_compile.lower.match import bound, served, sites
+from khtst_compile.lower.norms import written_norms
+from khtst_compile.lower.projections import mergeable, merged, offsets
+from khtst_compile.lower.rotary import fuse_rotary, shared_heads
 from khtst_compile.lower.uniform import ELEMENTWISE, uniform_axes
 from khtst_compile.program import Program, Rewriter, arguments, call_nodes
 
@@ -68,35 +73,19 @@ def fuse_attention(rw: Rewriter) -> int:
 
 
 def merge_projections(rw: Rewriter) -> int:
-    """w8a8_linear nodes that read the same codes and feed only attention become one, read at column offsets."""
+    """w8a8_linear nodes of the same codes that are read only where a column offset can be given become one."""
     groups: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
     for node in call_nodes(rw.graph, khtst.w8a8_linear.default):
-        if all(u.target is khtst.attention.default for u in node.users):
+        if all(u.target in _OFFSETS for u in node.users):
             groups.setdefault((node.args[0], node.args[1]), []).append(node)  # type: ignore[arg-type]
     count = 0
-    for (codes, scale), nodes in groups.items():
-        biases = [rw.value(n.args[4]) if n.args[4] is not None else None for n in nodes]  # type: ignore[arg-type]
-        weights = [(rw.value(n.args[2]), rw.value(n.args[3])) for n in nodes]  # type: ignore[arg-type]
-        if len(nodes) < 2 or any(w is None or s is None for w, s in weights):
+    for nodes in groups.values():
+        if not mergeable(rw, nodes):
             continue
-        widths = [int(w.shape[0]) for w, _ in weights if w is not None]
-        offsets = [sum(widths[:i]) for i in range(len(widths))]
-        bias = torch.cat([b if b is not None else torch.zeros(w) for b, w in zip(biases, widths, strict=True)])
-        hint = "+".join(n.name for n in nodes)
-        merged = rw.call(
-            khtst.w8a8_linear.default,
-            codes,
-            scale,
-            rw.add_tensor(hint + "_weight", torch.cat([w for w, _ in weights if w is not None])),
-            rw.add_tensor(hint + "_scale", torch.cat([s for _, s in weights if s is not None])),
-            rw.add_tensor(hint + "_bias", bias) if any(b is not None for b in biases) else None,
-            before=nodes[0],
-            like=nodes[0],
-        )
-        merged.meta["khtst_sites"] = [n for node in nodes for n in _sites(node)]
-        for node, offset in zip(nodes, offsets, strict=True):
+        whole = merged(rw, nodes, before=nodes[0])
+        for node, offset in zip(nodes, offsets(nodes), strict=True):
             for user in list(node.users):
-                _shift_attention(user, node, merged, offset)
+                _shift(user, node, whole, offset)
             rw.graph.erase_node(node)
         count += 1
     return count
@@ -111,22 +100,11 @@ def fuse_norms(rw: Rewriter) -> int:
         # What is left out is None; layer_norm takes weight, bias, eps, rms_norm weight, eps.
         gamma, beta, eps = (*rest, None, None, None)[:3] if not rms else ((*rest, None)[0], None, (*rest, None, None)[1])
         eps = eps if eps is not None else (torch.finfo(torch.float32).eps if rms else 1e-5)
-        if len(shape) != 1 or not _served(node) or not _bound(rw, gamma, beta):
+        if len(shape) != 1 or not served(node) or not bound(rw, gamma, beta):
             continue
         _fuse_norm(rw, node, x, gamma, beta, float(eps), rms)
         count += 1
     return count
-
-
-def _served(node: fx.Node) -> bool:
-    """Do row kernels take a result of this dtype and number of axes?"""
-    value = node.meta["val"]
-    return value.dtype is torch.float32 and 2 <= value.dim() <= MAX_RANK
-
-
-def _bound(rw: Rewriter, *operands: Any) -> bool:
-    """Is each of these a tensor known now (or absent)? Kernels take their weights as constants."""
-    return all(o is None or rw.value(o) is not None for o in operands)
 
 
 def _fuse_norm(rw: Rewriter, node: fx.Node, x: Any, gamma: Any, beta: Any, eps: float, rms: bool) -> None:
@@ -167,13 +145,13 @@ def fuse_linears(rw: Rewriter, activations: bool = True) -> int:
         quantized = node.target is khtst.w8a8_linear.default
         operands = list(node.args) + [None] * ((5 if quantized else 3) - len(node.args))
         constants = operands[2:5] if quantized else operands[1:3]
-        if not _bound(rw, *constants) or not _served(node):
+        if not bound(rw, *constants) or not served(node):
             continue
         last, act = _take_activation(node) if activations else (node, "none")
         last, residual = _take_residual(rw, last)
         target = khtst.w8a8_gemm.default if quantized else khtst.linear.default
         new = rw.call(target, *operands, act, residual, before=last, like=node)
-        new.meta["khtst_sites"] = _sites(node)
+        new.meta["khtst_sites"] = sites(node)
         rw.replace(last, new)
         count += 1
     return count
@@ -199,12 +177,6 @@ def _take_residual(rw: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node | None
     if not isinstance(theirs, torch.Tensor) or theirs.dtype is not torch.float32 or tuple(mine.shape) != tuple(theirs.shape):
         return node, None
     return add, other
-
-
-def _sites(node: fx.Node) -> list[str]:
-    from khtst_compile.program import site_of
-
-    return list(node.meta.get("khtst_sites", [site_of(node)]))
 
 
 def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
@@ -305,22 +277,31 @@ def _cut_operand(rw: Rewriter, operand: Any, axis: int, before: fx.Node) -> Any:
     return operand if rank + axis < 0 else _cut(rw, operand, rank + axis, before)
 
 
-def _shift_attention(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> None:
-    """Let an attention read `new` from column `offset` wherever it read `old`."""
+def _shift(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> None:
+    """Let an operator read `new` from column `offset` wherever it read `old`."""
     args = list(user.args)
-    offsets = list(args[7])  # type: ignore[arg-type]
-    for i in range(3):
+    place = _OFFSETS[user.target]
+    starts = list(args[place])  # type: ignore[arg-type]
+    for i in range(len(starts)):
         if args[i] is old:
-            args[i], offsets[i] = new, offsets[i] + offset
-    args[7] = offsets
+            args[i], starts[i] = new, starts[i] + offset
+    args[place] = starts
     user.args = tuple(args)
 
 
+# Operators that read their first operands from a column on -> the argument that says from which, one number for each.
+_OFFSETS: dict[Any, int] = {khtst.attention.default: 7, khtst.attention_cached.default: 10, khtst.rotary.default: 7}
+
 Rule = Callable[[Rewriter], int]
 RULES: dict[str, Rule] = {
+    "written norms": written_norms,
+    "rotary": fuse_rotary,
+    "shared heads": shared_heads,
     "attention": fuse_attention,
     "projections": merge_projections,
+    "gates": lambda rw: fuse_gates(rw, _ACTIVATION_NODES),
     "norms": fuse_norms,
+    "embeddings": fuse_embeddings,
     "activations": fuse_activations,
     "linears": fuse_linears,
 }

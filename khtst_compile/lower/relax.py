@@ -125,7 +125,9 @@ class _KernelCalls:
             self._functions[call.key] = builder.add_func(func, name)
             self.macs[name] = call.macs
         operands = [importer.env[o] if isinstance(o, fx.Node) else relax.const(o) for o in call.operands]
-        lead = list(operands[0].ty.shape.values)[:-1]
+        first = node.meta["val"]
+        rank = (first[0] if isinstance(first, (tuple, list)) else first).dim()
+        lead = list(operands[0].ty.shape.values)[: rank - 1]
         infos = [relax.TensorType(lead if width is None else [*lead, width], dtype) for width, dtype in call.outputs]
         result = builder.emit(relax.call_tir(self._functions[call.key], operands, infos if len(infos) > 1 else infos[0]))
         values = [builder.emit(relax.TupleGetItem(result, i)) for i in range(len(infos))] if len(infos) > 1 else [result]

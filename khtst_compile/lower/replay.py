@@ -34,10 +34,16 @@ OUTPUT_REASON = "generic operators on the kernels' values, in another order of f
 FLOAT_BUDGETS = {
     "norm": (-115.0, "another order of float32 sums; a few ulp of the row"),
     "norm_quantize": (-115.0, "another order of float32 sums; a few ulp of the row"),
+    "embed": (-140.0, "the same sums in the same order"),
+    "embed_norm": (-115.0, "another order of float32 sums; a few ulp of the row"),
+    "embed_norm_quantize": (-115.0, "another order of float32 sums; a few ulp of the row"),
+    "rotary": (-115.0, "one rounding less in each sum of two products; with a norm another order of float32 sums"),
     "attention": (-105.0, "exp as a polynomial, another order of float32 sums"),
     "attention_cached": (-105.0, "exp as a polynomial, another order of float32 sums"),
     "linear": (-105.0, "another order of float32 sums over the input features"),
 }
+# Operators that write floats and their codes -> where the arguments of quantize_rows after x begin.
+_QUANTIZER_AT = {"norm_quantize": 5, "embed_norm_quantize": 10}
 
 
 def replay(graph: Graph, outputs: list[Array], values: list[Array], inputs: dict[str, torch.Tensor]) -> list[Row]:
@@ -83,7 +89,7 @@ def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen:
     operands = [x for x in arguments(_operator(node)) if isinstance(x, fx.Node)]
     own = all(x.name in known for x in operands)  # are all its inputs, to the bit, those its kernel read?
     exact = own and tap.operator == "quantize_rows"
-    if tap.operator == "norm_quantize" and tap.kind != "float":
+    if tap.operator in _QUANTIZER_AT and tap.kind != "float":
         again = _quantize_again(node, seen)
         if again is not None:
             want, exact = again[tap.output - 1], True
@@ -114,10 +120,13 @@ def _operator(node: fx.Node) -> fx.Node:
 def _activation_slack(node: fx.Node, seen: dict[str, Any]) -> float:
     """How far an activation's error can move the values that act_quantize rounds: errors of both signs add up over a rotation's points."""
     source = _operator(node)
-    if not str(source.target).startswith("khtst.act_quantize") or arguments(source)[1] in ("none", "relu"):
+    gated = source.target is torch.ops.khtst.gate_quantize.default
+    if not (gated or source.target is torch.ops.khtst.act_quantize.default) or arguments(source)[1] in ("none", "relu"):
         return 0.0
-    _, _, inv_smooth, _, _, points = arguments(source)
+    x, _, inv_smooth, _, _, points = arguments(source)
     largest = float(seen[inv_smooth.name].abs().max()) if inv_smooth is not None else 1.0
+    if gated:
+        largest *= float(seen[x.name].chunk(2, -1)[1].abs().amax()) if seen[x.name].numel() else 0.0
     return float(ACT_ERROR * largest * max(points, 1) ** 0.5)
 
 
@@ -127,8 +136,8 @@ def _quantize_again(node: fx.Node, seen: dict[str, Any]) -> tuple[torch.Tensor, 
     normalized = next((seen[u.name] for u in source.users if u.args[1] == 0 and u.name in seen), None)
     if normalized is None:
         return None
-    # Arguments 5.. of norm_quantize are those of quantize_rows after x.
-    quantizer = [seen[x.name] if isinstance(x, fx.Node) else x for x in source.args[5:]]
+    first = _QUANTIZER_AT[str(source.target).removeprefix("khtst.").removesuffix(".default")]
+    quantizer = [seen[x.name] if isinstance(x, fx.Node) else x for x in source.args[first:]]
     return quantize_rows_reference(normalized, *quantizer)  # type: ignore[arg-type]
 
 

@@ -98,6 +98,22 @@ def _(
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[:-1])
 
 
+@torch.library.custom_op("khtst::gate_quantize", mutates_args=())
+def gate_quantize(
+    x: torch.Tensor, act: str, inv_smooth: torch.Tensor | None, static_scale: torch.Tensor | None, block: int, points: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: (..., 2 * features) -> `quantize_rows` of act(first half) * second half: codes (..., features) int8, scale (...) float32."""
+    gate, up = x.chunk(2, -1)
+    return quantize_rows_reference(activate(gate, act) * up, inv_smooth, static_scale, block, points)
+
+
+@gate_quantize.register_fake
+def _(
+    x: torch.Tensor, act: str, inv_smooth: torch.Tensor | None, static_scale: torch.Tensor | None, block: int, points: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8), x.new_empty(x.shape[:-1])
+
+
 @torch.library.custom_op("khtst::w8a8_gemm", mutates_args=())
 def w8a8_gemm(
     codes: torch.Tensor,

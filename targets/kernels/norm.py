@@ -22,7 +22,21 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.quantize import Quantizer, RowQuantizer
-from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, each_vector, for_rows, load, only, round_up, save
+from khtst_compile.targets.kernels.rows import (
+    LEAD2,
+    Arguments,
+    Lead,
+    Phase,
+    Place,
+    Source,
+    each_vector,
+    fixed,
+    for_rows,
+    load,
+    only,
+    round_up,
+    save,
+)
 from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,
@@ -32,10 +46,12 @@ from khtst_compile.targets.kernels.vec import (
     fma,
     fma_reference,
     keep,
+    lane,
     mul,
     rounded,
     small,
     span,
+    splat,
     sqrt,
     store,
     sum_across,
@@ -45,12 +61,25 @@ _ACCUMULATORS = 4
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """One table whose rows are added up. rows: of the table; shared: ids are of 1 in all leading dimensions but the last.
+
+    dtype: of the ids, "int64" or "int32". An id outside the table reads its first or last row.
+    """
+
+    rows: int
+    shared: bool = False
+    dtype: str = "int64"
+
+
+@dataclass(frozen=True)
 class NormQuantize:
     """The kernel norm_quantize(x, [residual], [gamma], [beta], inputs of each quantizer) -> [sum], [y], codes, scale, ..
 
     x, residual, sum, y:  (lead.., width) float32
     gamma, beta:          (width,) float32
     per quantizer:        inputs and outputs as in `QuantizeRows`, suffixed 0, 1, ..
+    with lookups, in the place of x: ids0, ids1, .. (lead..) and then table0, .. (rows, width); x is ((t0 + t1) + t2), rounded each time
 
     kind:        "layer" or "rms".
     residual:    add a second input first.
@@ -58,6 +87,7 @@ class NormQuantize:
     sum_out:     h is an output.
     y_out:       y is an output.
     quantizers:  any number, each quantises y.
+    lookups:     tables x is the sum of, or () for x itself.
     """
 
     isa: Isa
@@ -71,6 +101,7 @@ class NormQuantize:
     sum_out: bool = False
     y_out: bool = True
     quantizers: tuple[Quantizer, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
     name: str = "norm_quantize"
     parallel: bool = True
 
@@ -81,6 +112,8 @@ class NormQuantize:
             raise LoweringError(f"{self.name}: kind '{self.kind}'; needed 'layer' or 'rms'")
         if not (self.sum_out or self.y_out or self.quantizers):
             raise LoweringError(f"{self.name}: no output is asked for; needed sum_out, y_out or a quantizer")
+        if self.residual and self.lookups:
+            raise LoweringError(f"{self.name}: both a residual and lookups; add the residual outside")
         for quantizer in self.quantizers:
             quantizer.check(self.width, self.name)
 
@@ -90,30 +123,29 @@ def prim_func(spec: NormQuantize) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(spec.name)
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
-        rows, flat = _arguments(spec).flatten()
-        quantizers = [RowQuantizer(spec.isa, q, spec.width, flat, str(i)) for i, q in enumerate(spec.quantizers)]
-        # Scratch: h where it can be read nowhere else, y, and the quantizers' t.
-        own_h, own_y = spec.residual and not spec.sum_out, bool(quantizers) and not spec.y_out
-        own_t = any(q.needs_scratch for q in quantizers)
-
-        def one(row: Expr, scratch: list[Expr]) -> None:
-            left = list(scratch)
-            start = T.Bind(row * spec.width)
-            h = (left.pop(0), T.int64(0)) if own_h else (flat["sum" if spec.sum_out else "x"], start)
-            y = (left.pop(0), T.int64(0)) if own_y else (flat.get("y"), start)
-            t = left.pop(0) if own_t else None
-            _normalize(spec, flat, start, h, y if spec.y_out or quantizers else None)
-            for quantizer in quantizers:
-                quantizer.emit(row, lambda off, valid: load(y[0], y[1] + off, valid), t)
-
-        count = int(own_h) + int(own_y) + int(own_t)
-        for_rows(rows, spec.width, (round_up(spec.width),) * count, spec.parallel, one)
+        args = _arguments(spec)
+        rows, flat = args.flatten()
+        norm = _RowNorm(spec, flat, args.dims[-1])
+        quantizers = [
+            RowQuantizer(spec.isa, q, spec.width, flat, norm.again if i else norm.values, "read" if i else "light", str(i))
+            for i, q in enumerate(spec.quantizers)
+        ]
+        scratch, phases = dict(norm.scratch), norm.phases()
+        for quantizer in quantizers:
+            scratch |= quantizer.scratch
+            phases += quantizer.phases()
+        for_rows(rows, spec.width, scratch, spec.parallel, phases)
     return builder.get()
 
 
 def _arguments(spec: NormQuantize) -> Arguments:
     args = Arguments(spec.lead.dims())
-    args.rows("x", spec.width)
+    for i, lookup in enumerate(spec.lookups):
+        args.rows(f"ids{i}", None, lookup.dtype, lookup.shared)
+    for i, lookup in enumerate(spec.lookups):
+        args.matrix(f"table{i}", lookup.rows, spec.width)
+    if not spec.lookups:
+        args.rows("x", spec.width)
     if spec.residual:
         args.rows("residual", spec.width)
     if spec.gamma:
@@ -131,8 +163,8 @@ def _arguments(spec: NormQuantize) -> Arguments:
     return args
 
 
-def _sum(width: int, value: Callable[[Expr, int], Expr], add: Callable[[Expr, Expr], Expr]) -> Expr:
-    """Sum over a row in the order of the module docstring; add(total, value) accumulates 16 lanes."""
+def row_sum(width: int, value: Source, add: Callable[[Expr, Expr], Expr]) -> Expr:
+    """Sum over a row (a scalar) in the order of the module docstring; add(total, value) accumulates 16 lanes."""
     totals = [small() for _ in range(_ACCUMULATORS)]
     for total in totals:
         store(total, f32(0.0), 0)
@@ -141,54 +173,140 @@ def _sum(width: int, value: Callable[[Expr, int], Expr], add: Callable[[Expr, Ex
     def body(off: Expr, valid: int) -> None:
         nonlocal turn
         total = totals[turn % _ACCUMULATORS]
-        store(total, add(total[span(0)], value(off, valid)), 0)
+        store(total, add(total[span(0)], value(off, valid, LANES)), 0)
         turn += 1
 
     each_vector(width, body, unroll=_ACCUMULATORS)
     a, b, c, d = (T.Bind(total[span(0)]) for total in totals)
-    return sum_across(keep((a + b) + (c + d)))
+    return T.Bind(lane(sum_across(keep((a + b) + (c + d)))))
 
 
-def _normalize(spec: NormQuantize, flat: dict[str, Expr], start: Expr, h: tuple[Expr, Expr], y: tuple[Expr, Expr] | None) -> None:
-    """One row: h (buffer, offset) is written where it is a sum, y is written unless None."""
-    width = spec.width
-    mean: Expr = None
+@dataclass(frozen=True)
+class _RowNorm:
+    """The phases of a row's norm: what it sums to, then its values, which the first quantizer reads as they are made."""
 
-    def summed(off: Expr, valid: int) -> Expr:
-        value = load(flat["x"], start + off, valid)
-        if spec.residual:
-            value = T.Bind(rounded(value + load(flat["residual"], start + off, valid)))
-        if spec.residual or spec.sum_out:
-            save(h[0], value, h[1] + off, valid)
+    spec: NormQuantize
+    flat: dict[str, Expr]
+    length: Expr
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        """Mean and 1 / standard deviation of a row; h and y where they are read again and are no outputs."""
+        spec, wide = self.spec, round_up(self.spec.width)
+        own_h, own_y = self._makes_h and not spec.sum_out, len(spec.quantizers) > 1 and not spec.y_out
+        return {"mean": 1, "rstd": 1} | ({"h": wide} if own_h else {}) | ({"y": wide} if own_y else {})
+
+    @property
+    def _makes_h(self) -> bool:
+        """Whether h is computed rather than read."""
+        return self.spec.residual or bool(self.spec.lookups)
+
+    def phases(self) -> list[Phase]:
+        """Everything before the quantizers."""
+        spec = self.spec
+        if not (spec.y_out or spec.quantizers):
+            return [self._sum_only]
+        return [
+            *([self._mean] if spec.kind == "layer" else []),
+            self._deviation,
+            *([] if spec.quantizers else [self._values_only]),
+        ]
+
+    def values(self, place: Place) -> Source:
+        """y, written where anything else reads it."""
+        spec, flat = self.spec, self.flat
+        centered, rstd = self._centered(place), T.Bind(place.scratch["rstd"][place.slot])
+
+        def value(off: Expr, valid: int, lanes: int) -> Expr:
+            y = mul(centered(off, valid, lanes), T.Bind(splat(rstd, lanes)))
+            if spec.gamma:
+                gamma = load(flat["gamma"], off, valid, lanes)
+                y = fma(y, gamma, load(flat["beta"], off, valid, lanes)) if spec.beta else mul(y, gamma)
+            elif spec.beta:
+                y = y + load(flat["beta"], off, valid, lanes)
+            y = T.Bind(y)
+            buffer, start = self._kept("y", place)
+            if buffer is not None:
+                save(buffer, y, start + off, valid)
+            return y
+
         return value
 
-    def centered(off: Expr, valid: int) -> Expr:
-        value = load(h[0], h[1] + off, valid)
-        return value if mean is None else T.Bind(only(value - mean, valid))
+    def again(self, place: Place) -> Source:
+        """y, once `values` has been read."""
+        buffer, start = self._kept("y", place)
+        return lambda off, valid, lanes: load(buffer, start + off, valid, lanes)
 
-    def only_sum(off: Expr, valid: int) -> None:
-        summed(off, valid)
+    def _kept(self, name: str, place: Place) -> tuple[Expr, Expr]:
+        """(buffer, where the row starts) of h or y; (None, ..) for y where nothing reads it again."""
+        scratch = place.scratch.get(name)
+        if scratch is not None:
+            return scratch, T.Bind(place.slot * round_up(self.spec.width))
+        output = {"h": "sum" if self.spec.sum_out else "x", "y": "y"}[name]
+        return self.flat.get(output), T.Bind(place.row * self.spec.width)
 
-    if y is None:
-        each_vector(width, only_sum)
-        return
-    if spec.kind == "layer":
-        mean = T.Bind(_sum(width, summed, lambda total, v: total + v) / f32(width))
-        square = _sum(width, centered, lambda total, v: fma(v, v, total))
-    else:
-        square = _sum(width, summed, lambda total, v: fma(v, v, total))
-    rstd = T.Bind(f32(1.0) / sqrt(rounded(square / f32(width)) + f32(spec.eps)))
+    def _summed(self, place: Place) -> Source:
+        """h, written where it is a sum or an output."""
+        spec, flat, start = self.spec, self.flat, T.Bind(place.row * self.spec.width)
+        buffer, at = self._kept("h", place)
+        terms = [("x", start), *([("residual", start)] if spec.residual else [])]
+        if spec.lookups:
+            terms = [(f"table{i}", self._table_row(i, place)) for i in range(len(spec.lookups))]
 
-    def scaled(off: Expr, valid: int) -> None:
-        value = T.Bind(mul(centered(off, valid), rstd))
-        if spec.gamma:
-            gamma = load(flat["gamma"], off, valid)
-            value = fma(value, gamma, load(flat["beta"], off, valid)) if spec.beta else mul(value, gamma)
-        elif spec.beta:
-            value = value + load(flat["beta"], off, valid)
-        save(y[0], T.Bind(value), y[1] + off, valid)
+        def value(off: Expr, valid: int, lanes: int) -> Expr:
+            h, *rest = (load(flat[name], first + off, valid, lanes) for name, first in terms)
+            for more in rest:
+                h = T.Bind(rounded(h + more))
+            if self._makes_h or spec.sum_out:
+                save(buffer, h, at + off, valid)
+            return h
 
-    each_vector(width, scaled)
+        return value
+
+    def _table_row(self, number: int, place: Place) -> Expr:
+        """Where the row of table `number` that this place looks up begins."""
+        lookup = self.spec.lookups[number]
+        at = place.row % self.length if lookup.shared else place.row
+        found = T.cast(self.flat[f"ids{number}"][at], "int64")
+        return T.Bind(fixed(T.max(T.min(found, T.int64(lookup.rows - 1)), T.int64(0))) * self.spec.width)
+
+    def _centered(self, place: Place) -> Source:
+        """h less its mean, once h is written."""
+        buffer, start = self._kept("h", place)
+        mean = T.Bind(place.scratch["mean"][place.slot]) if self.spec.kind == "layer" else None
+
+        def value(off: Expr, valid: int, lanes: int) -> Expr:
+            h = load(buffer, start + off, valid, lanes)
+            return h if mean is None else T.Bind(only(h - T.Bind(splat(mean, lanes)), valid))
+
+        return value
+
+    def _sum_only(self, place: Place) -> None:
+        value = self._summed(place)
+
+        def one(off: Expr, valid: int) -> None:
+            value(off, valid, LANES)
+
+        each_vector(self.spec.width, one)
+
+    def _values_only(self, place: Place) -> None:
+        value = self.values(place)
+
+        def one(off: Expr, valid: int) -> None:
+            value(off, valid, LANES)
+
+        each_vector(self.spec.width, one)
+
+    def _mean(self, place: Place) -> None:
+        total = row_sum(self.spec.width, self._summed(place), lambda total, v: total + v)
+        T.buffer_store(place.scratch["mean"], total / T.float32(self.spec.width), [place.slot])
+
+    def _deviation(self, place: Place) -> None:
+        values = self._centered(place) if self.spec.kind == "layer" else self._summed(place)
+        square = row_sum(self.spec.width, values, lambda total, v: fma(v, v, total))
+        variance = T.Bind(rounded(square / T.float32(self.spec.width)))
+        deviation = sqrt(T.Bind(rounded(variance + T.float32(float(np.float32(self.spec.eps))))))
+        T.buffer_store(place.scratch["rstd"], T.float32(1.0) / deviation, [place.slot])
 
 
 def reference(
@@ -202,9 +320,9 @@ def reference(
     with np.errstate(all="ignore"):
         h = x if residual is None else x + residual
         width = np.float32(spec.width)
-        mean = _sum_reference(h, lambda total, v: total + v) / width if spec.kind == "layer" else None
+        mean = row_sum_reference(h, lambda total, v: total + v) / width if spec.kind == "layer" else None
         centered = h if mean is None else h - mean
-        square = _sum_reference(centered, lambda total, v: fma_reference(v, v, total))
+        square = row_sum_reference(centered, lambda total, v: fma_reference(v, v, total))
         rstd = np.float32(1) / np.sqrt(square / width + np.float32(spec.eps))
         y = centered * rstd
         if gamma is not None:
@@ -214,7 +332,7 @@ def reference(
     return h, y.astype(np.float32)
 
 
-def _sum_reference(values: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
+def row_sum_reference(values: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
     """values (..., D) -> (..., 1), in the kernel's order."""
     padded = np.zeros((*values.shape[:-1], round_up(values.shape[-1])), np.float32)
     padded[..., : values.shape[-1]] = values

@@ -16,7 +16,7 @@ every code is 0, so the row's results come out as NaN and not as plausible numbe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,22 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.act import activation
-from khtst_compile.targets.kernels.rotation import Rotation, emit_rotation, rotation_reference
-from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, each_vector, for_rows, load, only, round_up
+from khtst_compile.targets.kernels.rotation import HALF, Rotation, emit_rotation, rotation_reference
+from khtst_compile.targets.kernels.rows import (
+    LEAD2,
+    Arguments,
+    Lead,
+    Phase,
+    Place,
+    Source,
+    each_vector,
+    for_rows,
+    load,
+    only,
+    round_up,
+)
 from khtst_compile.targets.kernels.vec import (
+    LANES,
     Expr,
     Floats,
     absolute,
@@ -39,6 +52,7 @@ from khtst_compile.targets.kernels.vec import (
     f32,
     i32,
     lane,
+    lanes_of,
     mul,
     small,
     span,
@@ -95,7 +109,7 @@ PER_ROW = Quantizer()
 
 def _track(peak: Expr, values: Expr) -> None:
     """Raise the running maxima of |value|; the comparison is false for a NaN, which therefore leaves them as they are."""
-    store(peak, T.max(absolute(values), peak[span(0)]), 0)
+    store(peak, T.max(absolute(values), peak[span(0, lanes_of(values))]), 0)
 
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
@@ -114,101 +128,112 @@ def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool
 
 @dataclass
 class RowQuantizer:
-    """Emits one quantizer for one row after the other.
+    """Emits one quantizer, in two phases: the row as it is to be rounded and its scale; then the codes.
 
-    flat:     flat buffers by argument name.
-    tag:      suffix of this quantizer's argument names.
-    stride: width of a row of codes.
+    flat:    flat buffers by argument name.
+    tag:     suffix of this quantizer's argument names.
+    source:  the values of a row, by its place.
+    cost:    of these: "read" (from memory, so that twice costs nothing), "light" or "heavy" (kept before a rotation, whose
+             registers they would fill).
     """
 
     isa: Isa
     spec: Quantizer
     width: int
     flat: dict[str, Expr]
+    source: Callable[[Place], Source]
+    cost: str = "read"
     tag: str = ""
-    stride: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stride = round_up(self.width)
 
     @property
-    def needs_scratch(self) -> bool:
-        """Whether `emit` wants a scratch row even when `source` may be read twice."""
-        return self.spec.rotation is not None or (self.spec.smooth and not self.spec.static)
+    def _keeps(self) -> bool:
+        """Whether the first phase leaves a row in scratch memory."""
+        if self.spec.rotation is not None:
+            return True
+        return not self.spec.static and (self.spec.smooth or self.cost != "read")
 
-    def emit(self, row: Expr, source: Callable[[Expr, int], Expr], scratch: Expr | None) -> None:
-        """Quantise one row.
+    @property
+    def scratch(self) -> dict[str, int]:
+        """float32 elements of a row of each scratch buffer: the row to be rounded where it is kept, and 127 / maximum."""
+        kept = {"kept": round_up(self.width)} if self._keeps else {}
+        return kept if self.spec.static else {**kept, "inverse": 1}
 
-        source(offset, valid):  16 float32 of the row, those beyond `valid` are 0.
-        scratch:  float32 (round_up(K, 16),), or None where nothing `needs_scratch` and `source` may be read twice.
-        """
-        base = T.Bind(row * self.stride)
-        if self.spec.static:
-            self._static(row, base, source, scratch)
+    def phases(self) -> list[Phase]:
+        """What to emit, in order."""
+        return [self._prepare, self._write] if self.scratch else [self._write]
+
+    def _smoothed(self, place: Place) -> Source:
+        source = self.source(place)
+
+        def values(off: Expr, valid: int, lanes: int) -> Expr:
+            value = source(off, valid, lanes)
+            if self.spec.smooth:
+                value = mul(value, load(self.flat[f"inv_smooth{self.tag}"], off, valid, lanes))
+            return T.Bind(value)
+
+        return values
+
+    def _kept(self, place: Place) -> Expr:
+        return place.scratch["kept"] if self._keeps else None
+
+    def _prepare(self, place: Place) -> None:
+        rotation, static = self.spec.rotation, self.spec.static
+        lanes = LANES if rotation is None else HALF
+        peak = small(lanes)
+        store(peak, f32(float(FLOOR), lanes), 0)
+        source, kept = self._smoothed(place), self._kept(place)
+        at = T.Bind(place.slot * round_up(self.width))
+
+        def visit(values: Expr) -> None:
+            if not static:
+                _track(peak, values)
+
+        def one(off: Expr, valid: int) -> None:
+            value = source(off, valid, LANES)
+            visit(value)
+            if self._keeps:
+                store(kept, value, at + off)
+
+        if rotation is None:
+            each_vector(self.width, one)
         else:
-            self._dynamic(row, base, source, scratch)
+            if self.cost == "heavy":
+                values = source
+                each_vector(self.width, lambda off, valid: store(kept, values(off, valid, LANES), at + off))
+                source = lambda off, valid, lanes: T.Bind(kept[span(at + off, lanes)])  # noqa: E731
+            emit_rotation(rotation, source, kept, at, self.width, visit)
+        if not static:
+            amax = T.Bind(lane(across(peak[span(0, lanes)], T.max)))
+            T.buffer_store(self.flat[f"scale{self.tag}"], amax / T.float32(LEVELS), [place.row])
+            T.buffer_store(place.scratch["inverse"], T.float32(LEVELS) / amax, [place.slot])
 
-    def _smoothed(self, source: Callable[[Expr, int], Expr], off: Expr, valid: int) -> Expr:
-        value = source(off, valid)
-        if self.spec.smooth:
-            value = mul(value, load(self.flat[f"inv_smooth{self.tag}"], off, valid))
-        return T.Bind(value)
+    def _write(self, place: Place) -> None:
+        static, codes = self.spec.static, self.flat[f"codes{self.tag}"]
+        inv = T.Bind(splat(self.flat[f"inv{self.tag}"][0] if static else place.scratch["inverse"][place.slot]))
+        base, at = T.Bind(place.row * round_up(self.width)), T.Bind(place.slot * round_up(self.width))
+        source, kept = self._smoothed(place), self._kept(place)
 
-    def _static(self, row: Expr, base: Expr, source: Callable[[Expr, int], Expr], scratch: Expr | None) -> None:
-        codes, inv = self.flat[f"codes{self.tag}"], T.Bind(splat(self.flat[f"inv{self.tag}"][0]))
-        if self.spec.rotation is None:
-            each_vector(
-                self.width,
-                lambda off, valid: emit_codes(self.isa, codes, base + off, self._smoothed(source, off, valid), inv, static=True),
-            )
-        else:
-            assert scratch is not None
-            each_vector(self.width, lambda off, valid: store(scratch, self._smoothed(source, off, valid), off))
-            emit_rotation(self.spec.rotation, scratch, self.width, lambda values: None)
-            self._write(base, lambda off, valid: T.Bind(scratch[span(off)]), inv)
-        T.buffer_store(self.flat[f"scale{self.tag}"], self.flat[f"static_scale{self.tag}"][0], [row])
+        def one(off: Expr, valid: int) -> None:
+            value = T.Bind(kept[span(at + off)]) if self._keeps else source(off, valid, LANES)
+            emit_codes(self.isa, codes, base + off, value, inv, static)
 
-    def _dynamic(self, row: Expr, base: Expr, source: Callable[[Expr, int], Expr], scratch: Expr | None) -> None:
-        peak = small()
-        store(peak, f32(float(FLOOR)), 0)
-        rotation = self.spec.rotation
-
-        def first(off: Expr, valid: int) -> None:
-            value = self._smoothed(source, off, valid)
-            if rotation is None:
-                _track(peak, value)
-            if scratch is not None:
-                store(scratch, value, off)
-
-        each_vector(self.width, first)
-        if rotation is not None:
-            assert scratch is not None
-            emit_rotation(rotation, scratch, self.width, lambda values: _track(peak, values))
-        amax = T.Bind(across(peak[span(0)], T.max))
-        T.buffer_store(self.flat[f"scale{self.tag}"], lane(amax) / T.float32(LEVELS), [row])
-        inv = T.Bind(f32(LEVELS) / amax)
-        again = source if scratch is None else (lambda off, valid: T.Bind(scratch[span(off)]))
-        self._write(base, again, inv)
-
-    def _write(self, base: Expr, again: Callable[[Expr, int], Expr], inv: Expr) -> None:
-        codes = self.flat[f"codes{self.tag}"]
-        each_vector(
-            self.width,
-            lambda off, valid: emit_codes(self.isa, codes, base + off, again(off, valid), inv, self.spec.static),
-        )
+        each_vector(self.width, one, unroll=2)
+        if static:
+            T.buffer_store(self.flat[f"scale{self.tag}"], self.flat[f"static_scale{self.tag}"][0], [place.row])
 
 
 @dataclass(frozen=True)
 class QuantizeRows:
     """The kernel quantize_rows(x, [inv_smooth], [inv, static_scale]) -> codes, scale.
 
-    x:             (lead.., width) float32
+    x:             (lead.., width) float32; with a gate (lead.., 2 * width)
     inv_smooth:    (width,) float32, if quantizer.smooth
     inv:           (1,) float32 and static_scale: (1,) float32, if quantizer.static
     codes:         (lead.., round_up(width, 16)) isa.codes_dtype, code + isa.codes_offset
     scale:         (lead..) float32
 
     act:           activation applied to x first, a name of `act.ACTIVATIONS`.
+    gate:          the values are act(first half of x) * second half.
     parallel:      rows in parallel where there are enough of them.
     """
 
@@ -217,6 +242,7 @@ class QuantizeRows:
     lead: Lead = LEAD2
     act: str = "none"
     quantizer: Quantizer = PER_ROW
+    gate: bool = False
     name: str = "quantize_rows"
     parallel: bool = True
 
@@ -233,25 +259,27 @@ def prim_func(spec: QuantizeRows) -> tirx.PrimFunc:
         T.func_name(spec.name)
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         args = Arguments(spec.lead.dims())
-        args.rows("x", spec.width)
+        columns = spec.width * (2 if spec.gate else 1)
+        args.rows("x", columns)
         spec.quantizer.declare_inputs(args, spec.width, "")
         spec.quantizer.declare_outputs(args, spec.isa, spec.width, "")
         rows, flat = args.flatten()
-        quantizer = RowQuantizer(spec.isa, spec.quantizer, spec.width, flat)
         act = activation(spec.act).emit
 
-        def one(row: Expr, scratch: list[Expr]) -> None:
-            start = T.Bind(row * spec.width)
+        def row(place: Place) -> Source:
+            start = T.Bind(place.row * columns)
 
-            def source(off: Expr, valid: int) -> Expr:
-                return only(act(load(flat["x"], start + off, valid)), valid)
+            def values(off: Expr, valid: int, lanes: int) -> Expr:
+                value = act(load(flat["x"], start + off, valid, lanes))
+                if spec.gate:
+                    value = mul(T.Bind(value), load(flat["x"], start + spec.width + off, valid, lanes))
+                return only(value, valid)
 
-            quantizer.emit(row, source, scratch[0] if scratch else None)
+            return values
 
-        # A dynamic quantizer reads its source twice: an activation is worth keeping.
-        twice = spec.act != "none" and not spec.quantizer.static
-        scratch = (round_up(spec.width),) if twice or quantizer.needs_scratch else ()
-        for_rows(rows, spec.width, scratch, spec.parallel, one)
+        cost = "heavy" if spec.gate or spec.act != "none" else "read"
+        quantizer = RowQuantizer(spec.isa, spec.quantizer, spec.width, flat, row, cost)
+        for_rows(rows, spec.width, quantizer.scratch, spec.parallel, quantizer.phases())
     return builder.get()
 
 

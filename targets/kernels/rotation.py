@@ -10,7 +10,11 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.targets.kernels.rows import Source
 from khtst_compile.targets.kernels.vec import Expr, Floats, fma, keep, shuffle, span, store
+
+HALF = 8
+"""Lanes the transform handles at once."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +50,40 @@ class Rotation:
         return far + ((1, 2, 4, 8) if self.full else ())
 
 
-def emit_rotation(rotation: Rotation, t: Expr, width: int, visit: Callable[[Expr], None]) -> None:
-    """Transform a row in place, blockwise, and call `visit(values)` with every 16 finished values.
+def emit_rotation(rotation: Rotation, source: Source, t: Expr, at: Expr, width: int, visit: Callable[[Expr], None]) -> None:
+    """Transform a row blockwise into t[at + offset], and call `visit(values)` with every 8 finished values.
 
-    Eight lanes at a time: a block of 128 is then 8 registers of AVX2 for the far stages and for distances 1, 2, 4; distance
-    8 pairs the halves. Lanes are independent in every stage, so the width used does not show in the bits.
+    Eight lanes at a time: a block of 128 is then 8 registers of AVX2 for the far stages and for distances 1, 2, 4. Distance 8
+    pairs the halves, which the second one does as it finishes. Lanes are independent in every stage, so the width used does not
+    show in the bits.
     """
-    block, vectors, lanes = rotation.block, rotation.block // 16, 8
-    with T.serial(T.int64(0), T.int64(width // block)) as b:
-        with T.serial(T.int64(0), T.int64(2)) as half:
-            base = T.Bind(b * block + half * lanes)
-            v = [T.Bind(t[span(base + 16 * k, lanes)]) for k in range(vectors)]
-            for d in (1, 2, 4):
-                if d < vectors:
-                    v = _far_stage(v, d)
-            if vectors > 1:
-                v = [keep(x) for x in v]
-            if rotation.full:
-                v = [_near_stages(x, lanes) for x in v]
-            for k in range(vectors):
-                store(t, v[k], base + 16 * k)
-        with T.serial(T.int64(0), T.int64(vectors)) as k:
-            at = T.Bind(b * block + k * 16)
-            if rotation.full:
-                low, high = T.Bind(t[span(at, lanes)]), T.Bind(t[span(at + lanes, lanes)])
-                store(t, low + high, at)
-                store(t, low - high, at + lanes)
-            visit(T.Bind(t[span(at)]))
+    vectors = rotation.block // 16
+
+    def mixed(base: Expr) -> list[Expr]:
+        v = [T.Bind(source(base + 16 * k, HALF, HALF)) for k in range(vectors)]
+        for d in (1, 2, 4):
+            if d < vectors:
+                v = _far_stage(v, d)
+        v = [keep(x) for x in v]
+        return [_near_stages(x) for x in v] if rotation.full else v
+
+    with T.serial(T.int64(0), T.int64(width // rotation.block)) as b:
+        base = T.Bind(b * rotation.block)
+        if not rotation.full:
+            with T.serial(T.int64(0), T.int64(2)) as second:
+                half = T.Bind(base + second * HALF)
+                for k, value in enumerate(mixed(half)):
+                    store(t, value, at + half + 16 * k)
+                    visit(value)
+        else:
+            for k, value in enumerate(mixed(base)):
+                store(t, value, at + base + 16 * k)
+            for k, high in enumerate(mixed(base + HALF)):
+                place = at + base + 16 * k
+                low = T.Bind(t[span(place, HALF)])
+                for offset, value in ((0, T.Bind(low + high)), (HALF, T.Bind(low - high))):
+                    store(t, value, place + offset)
+                    visit(value)
 
 
 def _far_stage(values: list[Expr], distance: int) -> list[Expr]:
@@ -84,12 +95,12 @@ def _far_stage(values: list[Expr], distance: int) -> list[Expr]:
     return out
 
 
-def _near_stages(value: Expr, lanes: int) -> Expr:
+def _near_stages(value: Expr) -> Expr:
     """Distances 1, 2, 4 inside a vector: +-value + neighbor, one fma whose product is exact."""
     for d in (1, 2, 4):
-        signs = [tirx.FloatImm("float32", -1.0 if i & d else 1.0) for i in range(lanes)]
-        sign = tirx.Shuffle(signs, [tirx.IntImm("int32", i) for i in range(lanes)])
-        value = T.Bind(fma(value, sign, shuffle(value, [i ^ d for i in range(lanes)])))
+        signs = [tirx.FloatImm("float32", -1.0 if i & d else 1.0) for i in range(HALF)]
+        sign = tirx.Shuffle(signs, [tirx.IntImm("int32", i) for i in range(HALF)])
+        value = T.Bind(fma(value, sign, shuffle(value, [i ^ d for i in range(HALF)])))
     return keep(value)
 
 

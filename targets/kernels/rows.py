@@ -6,14 +6,14 @@ are handled in chunks, so that scratch memory is taken once a chunk and a parall
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
-from khtst_compile.targets.kernels.vec import LANES, Expr, f32, keep, shuffle2, small, span, splat, store
+from khtst_compile.targets.kernels.vec import LANES, Expr, f32, keep, lanes_of, shuffle2, small, span, splat, store
 
 PARALLEL_ELEMENTS = 16384
 """Below this many elements a parallel region (about 5 us) costs more than a second core saves."""
@@ -53,23 +53,30 @@ class Arguments:
     """The arguments of the kernel being built: declares them in order and hands out flat views.
 
     dims:     the leading dimensions, int64.
-    pending:  (name, declared buffer, elements, dtype) of the arguments so far; their views are made by `flatten`, since
-              every argument has to be declared before the first statement.
+    pending:  (name, declared buffer, its elements from the number of rows, dtype) of the arguments so far; their views are made by
+              `flatten`, since every argument has to be declared before the first statement. None: it is flat as it is.
     """
 
     dims: list[Expr]
-    pending: list[tuple[str, Expr, Expr, str]] = field(default_factory=list)
+    pending: list[tuple[str, Expr, Callable[[Expr], Expr] | None, str]] = field(default_factory=list)
 
-    def rows(self, name: str, width: Expr | None, dtype: str = "float32") -> None:
-        """Declare a tensor (lead.., width), or (lead..) when width is None."""
+    def rows(self, name: str, width: Expr | None, dtype: str = "float32", shared: bool = False) -> None:
+        """Declare a tensor (lead.., width), or (lead..) when width is None; shared: of 1 in all leading dimensions but the last."""
         last = T.int64(width) if isinstance(width, int) else width
-        buffer = T.arg(name, T.buffer([*self.dims] if last is None else [*self.dims, last], dtype))
-        self.pending.append((name, buffer, 1 if last is None else last, dtype))
+        dims = [*(T.int64(1) for _ in self.dims[:-1]), self.dims[-1]] if shared else self.dims
+        buffer = T.arg(name, T.buffer([*dims] if last is None else [*dims, last], dtype))
+        columns = 1 if last is None else last
+        self.pending.append((name, buffer, lambda rows: (dims[-1] if shared else rows) * columns, dtype))
 
     def vector(self, name: str, length: int, dtype: str = "float32") -> None:
         """Declare a constant tensor (length,)."""
         buffer = T.arg(name, T.buffer((T.int64(length),), dtype))
         self.pending.append((name, buffer, None, dtype))
+
+    def matrix(self, name: str, rows: int, columns: int, dtype: str = "float32") -> None:
+        """Declare a constant tensor (rows, columns)."""
+        buffer = T.arg(name, T.buffer((T.int64(rows), T.int64(columns)), dtype))
+        self.pending.append((name, buffer, lambda _: T.int64(rows * columns), dtype))
 
     def flatten(self) -> tuple[Expr, dict[str, Expr]]:
         """Number of rows (int64) and, by name, every argument as a flat buffer."""
@@ -78,8 +85,8 @@ class Arguments:
             rows = rows * dim
         rows = T.Bind(rows)
         flat = {}
-        for name, buffer, width, dtype in self.pending:
-            flat[name] = buffer if width is None else T.decl_buffer((rows * width,), dtype, data=buffer.data)
+        for name, buffer, elements, dtype in self.pending:
+            flat[name] = buffer if elements is None else T.decl_buffer((elements(rows),), dtype, data=buffer.data)
         return rows, flat
 
 
@@ -115,10 +122,14 @@ def each_vector(length: int, body: Callable[[Expr, int], None], unroll: int = 1)
         body(T.int64(full * LANES), tail)
 
 
-def load(buffer: Expr, start: Expr, valid: int = LANES) -> Expr:
-    """16 float32 from `start`; only the first `valid` are read, the others are 0."""
-    if valid == LANES:
-        return T.Bind(buffer[span(start)])
+Source = Callable[[Expr, int, int], Expr]
+"""source(offset, valid, lanes): `lanes` float32 of a row from `offset`, 0 beyond the first `valid`; fewer than all only of 16."""
+
+
+def load(buffer: Expr, start: Expr, valid: int = LANES, lanes: int = LANES) -> Expr:
+    """`lanes` float32 from `start`; only the first `valid` are read, the others are 0."""
+    if valid == lanes:
+        return T.Bind(buffer[span(start, lanes)])
     piece = small()
     store(piece, f32(0.0), 0)
     with T.serial(T.int64(0), T.int64(valid)) as i:
@@ -127,8 +138,8 @@ def load(buffer: Expr, start: Expr, valid: int = LANES) -> Expr:
 
 
 def save(buffer: Expr, value: Expr, start: Expr, valid: int = LANES) -> None:
-    """Store the first `valid` of 16 lanes from `start`; nothing beyond is written."""
-    if valid == LANES:
+    """Store the first `valid` lanes from `start`; nothing beyond is written."""
+    if valid == lanes_of(value):
         store(buffer, value, start)
         return
     piece = small()
@@ -139,25 +150,47 @@ def save(buffer: Expr, value: Expr, start: Expr, valid: int = LANES) -> None:
 
 def only(value: Expr, valid: int) -> Expr:
     """The first `valid` lanes, 0 in the others."""
-    if valid == LANES:
+    if valid == lanes_of(value):
         return value
     return keep(shuffle2(value, splat(T.float32(0.0)), [i if i < valid else LANES + i for i in range(LANES)]))
 
 
-def for_rows(rows: Expr, width: int, scratch: tuple[int, ...], parallel: bool, body: Callable[[Expr, list[Expr]], None]) -> None:
-    """Emit `body(row, scratch buffers)` for every row, in chunks, in parallel where there is enough work.
+@dataclass(frozen=True)
+class Place:
+    """A row of a chunk.
+
+    row:      its number in the tensors.
+    slot:     its number in the chunk.
+    scratch:  float32 buffers by name, for what one phase leaves to the next; a row's part starts at slot * elements of a row.
+    """
+
+    row: Expr
+    slot: Expr
+    scratch: dict[str, Expr]
+
+
+Phase = Callable[[Place], None]
+
+
+def for_rows(rows: Expr, width: int, scratch: dict[str, int], parallel: bool, phases: Sequence[Phase]) -> None:
+    """Emit every phase for all rows of a chunk before the next one, chunk by chunk, in parallel where there is enough work.
+
+    A phase ends with what its whole row decides (a sum, a maximum, a division), and the next one needs that first. Rows of one
+    phase do not depend on each other, so a processor begins the next row while such an end is still being computed.
 
     rows:     int64 expression.
     width:    elements of a row, from which the chunk is sized.
-    scratch:  float32 elements of each scratch buffer; one set a chunk.
+    scratch:  float32 elements a row of each scratch buffer.
+    phases:   each emits its work for one row.
     """
     chunk = max(1, CHUNK_ELEMENTS // max(1, width))
 
     def piece(first: Expr) -> None:
-        buffers = [T.alloc_buffer((n,), "float32", scope="global") for n in scratch]
+        buffers = {name: T.alloc_buffer((chunk * n,), "float32", scope="global") for name, n in scratch.items()}
         count = T.Bind(T.min(T.int64(chunk), rows - first))
-        with T.serial(T.int64(0), count) as i:
-            body(T.Bind(first + i), buffers)
+        for phase in phases:
+            with T.serial(T.int64(0), count) as i:
+                phase(Place(T.Bind(first + i), i, buffers))
 
     chunks = T.Bind(T.ceildiv(rows, T.int64(chunk)))
     if not parallel:

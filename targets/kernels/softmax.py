@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, for_rows
+from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, Place, for_rows
 from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,
@@ -124,10 +124,10 @@ def prim_func(spec: Softmax) -> tirx.PrimFunc:
         args.rows("y", width)
         rows, flat = args.flatten()
 
-        def one(row: Expr, scratch: list[Expr]) -> None:
-            _softmax_row(flat["x"], flat["y"], T.Bind(row * width), width)
+        def one(place: Place) -> None:
+            _softmax_row(flat["x"], flat["y"], T.Bind(place.row * width), width)
 
-        for_rows(rows, spec.width or _ASSUMED_WIDTH, (), spec.parallel, one)
+        for_rows(rows, spec.width or _ASSUMED_WIDTH, {}, spec.parallel, [one])
     return builder.get()
 
 

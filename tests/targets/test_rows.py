@@ -16,7 +16,7 @@ from khtst_compile.ops.quantize_rows import quantize_rows_reference
 from khtst_compile.targets.isa import ALL_ISAS, AVX2, AVX512, AVX512VNNI, AVXVNNI, Isa
 from khtst_compile.targets.kernels import norm, quantize, softmax
 from khtst_compile.targets.kernels.act import activation
-from khtst_compile.targets.kernels.norm import NormQuantize
+from khtst_compile.targets.kernels.norm import Lookup, NormQuantize
 from khtst_compile.targets.kernels.quantize import Quantizer, QuantizeRows, Rotation
 from khtst_compile.targets.kernels.rows import PARALLEL_ELEMENTS, Lead, round_up
 from khtst_compile.targets.kernels.softmax import Softmax
@@ -133,6 +133,21 @@ def test_activation_comes_first(act: str, width: int) -> None:
     check_codes(spec, kernel, x, smooth_of(width), np.array([1], np.float32))
 
 
+@pytest.mark.parametrize("width", [1, 9, 33, 128])
+def test_gate_multiplies_before_anything_else(width: int) -> None:
+    """Codes of act(first half) * second half, smoothed and rotated where the width allows."""
+    rotation = Rotation(128, 128) if width == 128 else None
+    spec = QuantizeRows(AVX2, width, act="silu", quantizer=Quantizer(smooth=True, rotation=rotation), gate=True)
+    x = np.random.default_rng(2).standard_normal((3, 11, 2 * width)).astype(np.float32) * 3
+    x[0, 1], x[1, 2, width:] = 0, 0
+    smooth = smooth_of(width)
+    codes, scale = call(build(quantize, spec), [x, smooth], [((3, 11, round_up(width)), "int16"), ((3, 11), "float32")])
+    v = activation("silu").reference(x[..., :width]) * x[..., width:]
+    want, want_scale = quantize.reference(AVX2, spec.quantizer, v, smooth)
+    np.testing.assert_array_equal(codes[..., :width], want[..., :width])
+    np.testing.assert_array_equal(scale, want_scale)
+
+
 def test_dynamic_codes_reach_127_and_not_further() -> None:
     spec = QuantizeRows(AVX2, 16)
     rng = np.random.default_rng(3)
@@ -171,6 +186,7 @@ def test_rows_in_parallel_are_the_rows_in_series() -> None:
         lambda: NormQuantize(AVX2, 8, 1e-5, kind="batch"),
         lambda: NormQuantize(AVX2, 8, 1e-5, y_out=False),
         lambda: NormQuantize(AVX2, 24, 1e-5, quantizers=(Quantizer(rotation=Rotation(16, 16)),)),
+        lambda: NormQuantize(AVX2, 8, 1e-5, residual=True, lookups=(Lookup(4),)),
         lambda: Softmax(AVX2, 0),
     ],
 )
@@ -227,6 +243,34 @@ def test_norm_of_rotated_codes_and_no_rows() -> None:
     quantizers = (Quantizer(True, Rotation(128, 8)), Quantizer(True, Rotation(64, 64), static=True))
     for lead in ((2, 5), (0, 5)):
         got, want = run_norm(NormQuantize(AVX2, 384, 1e-12, y_out=False, quantizers=quantizers), lead)
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("width", [1, 33, 384])
+@pytest.mark.parametrize("form", ["sum", "norm", "codes"])
+def test_lookups_are_added_in_order_and_clipped(width: int, form: str) -> None:
+    """Three tables, one of them with ids of one text, one with int32 ids; ids outside read the first or the last row."""
+    rng = np.random.default_rng(width)
+    tables = [(rng.standard_normal((n, width)) * 3).astype(np.float32) for n in (50, 2, 40)]
+    lookups = (Lookup(50), Lookup(2, dtype="int32"), Lookup(40, shared=True))
+    quantizers = (Quantizer(False, Rotation(128, 128) if width == 384 else None),) if form == "codes" else ()
+    norm_only = {"gamma": form != "sum", "beta": form != "sum", "y_out": form != "sum", "sum_out": form == "sum"}
+    spec = NormQuantize(AVX2, width, 1e-5, quantizers=quantizers, lookups=lookups, **norm_only)
+    kernel = build(norm, spec)
+    gamma, beta = (rng.uniform(0.3, 2, width).astype(np.float32) for _ in range(2))
+    for lead in ((1, 1), (3, 7), (0, 5), (2, 33)):
+        ids = [rng.integers(-3, 60, lead), rng.integers(0, 2, lead, np.int32), rng.integers(0, 40, (1, lead[1]))]
+        if lead == (3, 7):
+            ids[0][0, 0] = 1 << 40
+        rows = [t[np.clip(i, 0, len(t) - 1)] for t, i in zip(tables, ids, strict=True)]
+        h = (rows[0] + rows[1]) + rows[2]
+        want = [h] if form == "sum" else [norm.reference(spec, h, None, gamma, beta)[1]]
+        outputs = [((*lead, width), "float32")]
+        if quantizers:
+            want += quantize.reference(AVX2, quantizers[0], want[0])
+            outputs += [((*lead, round_up(width)), "int16"), (lead, "float32")]
+        got = call(kernel, [*ids, *tables, *([] if form == "sum" else [gamma, beta])], outputs)
         for g, w in zip(got, want, strict=True):
             np.testing.assert_array_equal(g, w)
 
