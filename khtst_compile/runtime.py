@@ -157,21 +157,22 @@ class Artifact:
 
 _pool = threading.local()  # TVM keeps one worker pool per calling thread
 _pool_lock = threading.Lock()
+_NOTHING = contextlib.nullcontext()
+
+
+def _workers(threads: int) -> contextlib.AbstractContextManager[None]:
+    """Run a block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards."""
+    if threads == 1 and getattr(_pool, "shape", (0,))[0] == 1:
+        return _NOTHING  # nothing to place: a short run is not to pay for system calls
+    return _placed(threads)
 
 
 @contextlib.contextmanager
-def _workers(threads: int) -> Iterator[None]:
-    """Run the block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards.
-
-    Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: a second thread then gains nothing.
-    """
-    shape = getattr(_pool, "shape", None)
-    if threads == 1 and shape is not None and shape[0] == 1:
-        yield  # nothing to place: a short run is not to pay for system calls
-        return
+def _placed(threads: int) -> Iterator[None]:
+    """Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: two threads then gain nothing."""
     cores = os.sched_getaffinity(0)
     try:
-        if shape != (threads, cores):
+        if getattr(_pool, "shape", None) != (threads, cores):
             _make_pool(threads, cores)
         if threads > 1 and len(cores) > 1:
             os.sched_setaffinity(0, {min(cores)})
