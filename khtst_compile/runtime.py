@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import artifact, cpu
-from khtst_compile.errors import ArtifactError, EnvironmentProblem, UsageError
+from khtst_compile.errors import ArtifactError, EnvironmentProblem, ResourceError, UsageError
 from khtst_compile.signature import TensorSpec, check_inputs
 
 Array = npt.NDArray[Any]
@@ -50,27 +50,69 @@ def _check_machine(folder: artifact.Folder) -> None:
 
 
 class Engine:
-    """A compiled library with its weights: named functions on arrays. Calls are serialized: the VM keeps state while it runs."""
+    """A compiled library with its weights: named functions on arrays. Calls are serialized: the VM keeps state while it runs.
+
+    Inputs are copied into aligned arrays and results out of the buffers `main` works in, so that neither is shared with a caller. Both
+    stay for the next call; buffers are replaced when a call needs more, or less than half of what is held.
+    """
 
     def __init__(self, library: Path, weights: list[Array], threads: int):
         import tvm
         import tvm_ffi
         from tvm import relax
 
-        self._tvm, self._lock, self._threads = tvm, threading.Lock(), threads
+        self._tvm, self._ffi, self._lock, self._threads = tvm, tvm_ffi, threading.Lock(), threads
         self._arrays = weights  # kernels read these in place
-        self._weights = tvm_ffi.convert([_tensor(tvm, a) for a in weights])
         try:
-            self._vm = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+            # "naive": buffers are held here, and TVM's pool would keep one of every size there ever was.
+            self._vm = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu(), memory_cfg="naive")
         except (OSError, RuntimeError) as error:
             raise ArtifactError(f"{library}: cannot be loaded ({error}); make the artifact again") from error
-        self._functions = {name: self._vm[name] for name in ("main", "taps")}
+        try:
+            self._sizes, self._reserve = self._vm["sizes"], self._vm["reserve"]
+        except AttributeError as error:
+            raise ArtifactError(
+                f"{library}: has no function 'sizes', so an earlier khtst-compile made it; lower the quantized artifact again"
+            ) from error
+        tensors = [_tensor(tvm, a) for a in weights]
+        for name in ("main", "taps"):
+            self._vm.save_function(name, f"bound {name}", *tensors)
+        self._main, self._taps = self._vm["bound main"], self._vm["bound taps"]
+        self._shapes: list[tuple[int, ...]] = []
+        self._staged: list[Array] = []  # the inputs, where kernels read them
+        self._inputs: list[Any] = []  # tensors on the same memory
+        self._held: tuple[int, ...] = ()  # bytes of each buffer
+        self._buffers: Any = None
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
         """Run `function` ("main" or "taps") and return what it returns."""
         with self._lock, _workers(self._threads):
-            results = self._functions[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
-            return [r.numpy() for r in results]
+            shapes = [a.shape for a in arrays]
+            if shapes != self._shapes:
+                self._resize(shapes, arrays)
+            for staged, given in zip(self._staged, arrays, strict=True):
+                np.copyto(staged, given, casting="equiv")
+            results = self._main(self._buffers, *self._inputs) if function == "main" else self._taps(*self._inputs)
+            return [np.array(np.from_dlpack(r)) for r in results]
+
+    def _resize(self, shapes: list[tuple[int, ...]], arrays: list[Array]) -> None:
+        """Make room for inputs of these shapes and for what `main` computes from them."""
+        self._shapes = []
+        pairs = [_staging(self._tvm, a) for a in arrays]
+        self._staged, self._inputs = [p[0] for p in pairs], [p[1] for p in pairs]
+        needed = tuple(self._sizes(*self._inputs))
+        fits = len(needed) == len(self._held) and all(n <= h for n, h in zip(needed, self._held, strict=True))
+        if not fits or 2 * sum(needed) < sum(self._held):
+            self._held, self._buffers = (), None  # what was held goes before anything is added
+            try:
+                self._buffers = self._ffi.convert([self._reserve(self._ffi.Shape([n])) for n in needed])
+            except (MemoryError, RuntimeError) as error:
+                raise ResourceError(
+                    f"inputs of shapes {shapes}: intermediate values need {sum(needed) / 2**20:.0f} MiB, more than there is; "
+                    "run a smaller batch"
+                ) from error
+            self._held = needed
+        self._shapes = shapes
 
 
 class Artifact:
@@ -115,18 +157,20 @@ class Artifact:
 
 _pool = threading.local()  # TVM keeps one worker pool per calling thread
 _pool_lock = threading.Lock()
+_NOTHING = contextlib.nullcontext()
+
+
+def _workers(threads: int) -> contextlib.AbstractContextManager[None]:
+    """Run a block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards."""
+    if threads == 1 and getattr(_pool, "shape", (0,))[0] == 1:
+        return _NOTHING  # nothing to place: a short run is not to pay for system calls
+    return _placed(threads)
 
 
 @contextlib.contextmanager
-def _workers(threads: int) -> Iterator[None]:
-    """Run the block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards.
-
-    Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: a second thread then gains nothing.
-    """
+def _placed(threads: int) -> Iterator[None]:
+    """Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: two threads then gain nothing."""
     cores = os.sched_getaffinity(0)
-    if threads == 1 and getattr(_pool, "shape", None) == (1, cores):
-        yield  # nothing to place: a short run is not to pay for system calls
-        return
     try:
         if getattr(_pool, "shape", None) != (threads, cores):
             _make_pool(threads, cores)
@@ -158,12 +202,20 @@ def _tasks() -> set[int]:
 
 def _tensor(tvm: Any, array: Array) -> Any:
     """A TVM tensor on the array's own memory (copied only where it is not contiguous, aligned and writable)."""
-    if (
-        not (array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0)
-        or array.dtype == np.bool_
-    ):
+    if not (array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0):
         return tvm.runtime.tensor(np.ascontiguousarray(array))
     return tvm.runtime.from_dlpack(array)
+
+
+def _staging(tvm: Any, array: Array) -> tuple[Array, Any]:
+    """An aligned array of the same shape and dtype, in this machine's byte order, and a TVM tensor on its memory."""
+    dtype = array.dtype.newbyteorder("=")
+    if not array.size:
+        return np.empty(array.shape, dtype), tvm.runtime.empty(array.shape, dtype.name)
+    memory = np.empty(array.size * dtype.itemsize + artifact.ALIGN, np.uint8)
+    begin = -memory.ctypes.data % artifact.ALIGN
+    staged = memory[begin : begin + array.size * dtype.itemsize].view(dtype).reshape(array.shape)
+    return staged, tvm.runtime.from_dlpack(staged)
 
 
 def logical(kind: str, features: int | None, value: Array, offset: int) -> Array:

@@ -40,23 +40,23 @@ def check_inputs(
     axes: dynamic axis -> [min, max]; ranges: input -> [lowest, highest] value allowed (token ids index a table).
     Raises UsageError naming the input, what was found and what is needed.
     """
-    names = [s.name for s in specs]
-    unknown = [n for n in inputs if n not in names]
-    missing = [n for n in names if n not in inputs]
-    if unknown or missing:
+    if len(inputs) != len(specs) or any(s.name not in inputs for s in specs):
+        names = [s.name for s in specs]
+        unknown = [n for n in inputs if n not in names]
+        missing = [n for n in names if n not in inputs]
         raise UsageError(f"inputs: missing {missing}, unknown {unknown}; needed: {names}")
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
     for spec in specs:
         array = np.asarray(inputs[spec.name])
-        if array.dtype.name != spec.dtype:
+        if array.dtype != spec.dtype and array.dtype.name != spec.dtype:  # the name, which takes longer, for other byte orders
             raise UsageError(
                 f"input {spec.name!r}: dtype is {array.dtype.name}; needed: {spec.dtype}; convert with .astype({spec.dtype!r})"
             )
         _check_shape(spec, array, sizes)
         if spec.name in ranges and array.size:
             low, high = ranges[spec.name]
-            if int(array.min()) < low or int(array.max()) > high:
+            if np.minimum.reduce(array, axis=None) < low or np.maximum.reduce(array, axis=None) > high:
                 raise UsageError(f"input {spec.name!r}: values {array.min()}..{array.max()}; needed: {low}..{high}")
         arrays.append(array)
     for axis, (size, where) in sizes.items():

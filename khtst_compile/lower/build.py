@@ -9,6 +9,7 @@ import tvm
 from tvm import relax
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.lower.plan import plan_memory, trust_weights
 from khtst_compile.targets.contract import Target
 
 
@@ -31,16 +32,19 @@ _FUSION = (
     relax.transform.FuseTIR,
     relax.transform.DeadCodeElimination,
 )
-# From fused, scheduled TIR to VM bytecode, in TVM's own order.
+# From fused, scheduled TIR to VM bytecode, in TVM's own order but for where `main` keeps what it computes.
 _TO_VM = (
     relax.transform.ToNonDataflow,
     relax.transform.RemovePurityChecking,
     relax.transform.CallTIRRewrite,
+    relax.transform.CanonicalizeBindings,
+    lambda: plan_memory,
     relax.transform.StaticPlanBlockMemory,
     relax.transform.LowerAllocTensor,
     relax.transform.LowerRuntimeBuiltin,
     relax.transform.ComputePrimValue,
     relax.transform.VMShapeLower,
+    lambda: trust_weights,
     relax.transform.AttachGlobalSymbol,
 )
 

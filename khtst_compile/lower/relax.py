@@ -1,7 +1,7 @@
 """Program -> Relax: operators with a kernel become calls of it, the rest goes through TVM's importer.
 
 The module gets two functions that share all kernels: `main` returns the outputs, `taps` returns them and after them what every
-kernel wrote, so that a wrong layer can be named. Weights are no part of the module: both functions take them as one tuple.
+kernel wrote, so that a wrong layer can be named. Weights are no part of the module: both functions take them after their inputs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tvm.relax.frontend.torch import from_exported_program
 from khtst_compile.errors import LoweringError
 from khtst_compile.lower.fuse import fuse
 from khtst_compile.lower.importer import CONVERTERS, prepare
+from khtst_compile.lower.plan import INPUTS
 from khtst_compile.program import Program, Rewriter, arguments, site_of, source_line
 from khtst_compile.targets.contract import KernelCall, Target, array
 
@@ -47,7 +48,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Lowered:
-    """module: Relax and TIR, not yet scheduled; weights: the arrays of its tuple argument; macs: multiply-adds a row, by kernel."""
+    """module: Relax and TIR, not yet scheduled; weights: the arrays it takes after its inputs; macs: multiply-adds a row, by kernel."""
 
     module: Any
     weights: list[npt.NDArray[Any]]
@@ -203,7 +204,7 @@ def _split_main(module: Any, outputs: int) -> Any:
 
 
 def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
-    """Replace every constant larger than INLINE_BYTES by an item of a tuple parameter `weights`, shared by all functions."""
+    """Replace every constant larger than INLINE_BYTES by a parameter after the inputs, in one order for all functions."""
     arrays: list[npt.NDArray[Any]] = []
     types: list[Any] = []
     by_content: dict[Any, int] = {}
@@ -230,27 +231,20 @@ def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
 
     @relax.expr_functor.mutator
     class Lift(relax.PyExprMutator):  # type: ignore[misc]
-        def __init__(self, mod: Any, weights: Any):
+        def __init__(self, mod: Any, weights: list[Any]):
             super().__init__(mod)
             self.weights = weights
 
         def visit_generic_const_(self, op: Any) -> Any:
             place = by_object.get(hash(op))
-            if place is None:
-                return op
-            # The parameter is untyped and its items are taken by name: a typed tuple would be checked item by item on every call.
-            return self.builder_.emit(
-                relax.op.call_pure_packed(
-                    "vm.builtin.tuple_getitem", self.weights, relax.prim_value(place), ty_args=[types[place]]
-                )
-            )
+            return op if place is None else self.weights[place]
 
     for gv in names:
         function = module[gv]
-        weights = relax.Var("weights", relax.ObjectType())
+        weights = [relax.Var(f"weight{place}", ty) for place, ty in enumerate(types)]
         body = Lift(module, weights).visit_expr(function.body)
-        lifted = relax.Function([*function.params, weights], body, function.ret_ty, function.is_pure).with_attrs(function.attrs)
-        module.update_func(gv, lifted)
+        lifted = relax.Function([*function.params, *weights], body, function.ret_ty, function.is_pure)
+        module.update_func(gv, lifted.with_attrs(function.attrs).with_attr(INPUTS, len(function.params)))
     return relax.transform.Normalize()(module), arrays
 
 
