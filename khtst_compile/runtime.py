@@ -18,6 +18,7 @@ from khtst_compile.signature import TensorSpec, check_inputs
 
 Array = npt.NDArray[Any]
 LIBRARY, WEIGHTS = "model.so", "weights.bin"
+STAGED_BYTES = 65536  # inputs up to this size are copied
 
 
 def load(path: str | Path, *, threads: int | None = None, verify_hashes: bool = True) -> Artifact:
@@ -52,8 +53,9 @@ def _check_machine(folder: artifact.Folder) -> None:
 class Engine:
     """A compiled library with its weights: named functions on arrays. Calls are serialized: the VM keeps state while it runs.
 
-    Inputs are copied into aligned arrays and results out of the buffers `main` works in, so that neither is shared with a caller. Both
-    stay for the next call; buffers are replaced when a call needs more, or less than half of what is held.
+    Small inputs are copied into aligned arrays, for that is less work than a new tensor; large ones are read in place where they are
+    aligned. Results are copied out of the buffers `main` works in, so that no caller shares them. Arrays and buffers stay for the next
+    call; buffers are replaced when a call needs more, or less than half of what is held.
     """
 
     def __init__(self, library: Path, weights: list[Array], threads: int):
@@ -79,7 +81,7 @@ class Engine:
             self._vm.save_function(name, f"bound {name}", *tensors)
         self._main, self._taps = self._vm["bound main"], self._vm["bound taps"]
         self._shapes: list[tuple[int, ...]] = []
-        self._staged: list[Array] = []  # the inputs, where kernels read them
+        self._staged: list[Array | None] = []  # where kernels read small inputs; None for one that is read where it is
         self._inputs: list[Any] = []  # tensors on the same memory
         self._held: tuple[int, ...] = ()  # bytes of each buffer
         self._buffers: Any = None
@@ -90,17 +92,23 @@ class Engine:
             shapes = [a.shape for a in arrays]
             if shapes != self._shapes:
                 self._resize(shapes, arrays)
-            for staged, given in zip(self._staged, arrays, strict=True):
-                np.copyto(staged, given, casting="equiv")
-            results = self._main(self._buffers, *self._inputs) if function == "main" else self._taps(*self._inputs)
+            inputs = [self._input(*each) for each in zip(arrays, self._staged, self._inputs, strict=True)]
+            results = self._main(self._buffers, *inputs) if function == "main" else self._taps(*inputs)
             return [np.array(np.from_dlpack(r)) for r in results]
+
+    def _input(self, given: Array, staged: Array | None, tensor: Any) -> Any:
+        if staged is None:
+            return _tensor(self._tvm, given)
+        np.copyto(staged, given, casting="equiv")
+        return tensor
 
     def _resize(self, shapes: list[tuple[int, ...]], arrays: list[Array]) -> None:
         """Make room for inputs of these shapes and for what `main` computes from them."""
         self._shapes = []
-        pairs = [_staging(self._tvm, a) for a in arrays]
+        pairs = [(None, None) if a.nbytes > STAGED_BYTES else _staging(self._tvm, a) for a in arrays]
         self._staged, self._inputs = [p[0] for p in pairs], [p[1] for p in pairs]
-        needed = tuple(self._sizes(*self._inputs))
+        shaped = [_tensor(self._tvm, a) if t is None else t for a, t in zip(arrays, self._inputs, strict=True)]
+        needed = tuple(self._sizes(*shaped))
         fits = len(needed) == len(self._held) and all(n <= h for n, h in zip(needed, self._held, strict=True))
         if not fits or 2 * sum(needed) < sum(self._held):
             self._held, self._buffers = (), None  # what was held goes before anything is added
@@ -202,8 +210,9 @@ def _tasks() -> set[int]:
 
 def _tensor(tvm: Any, array: Array) -> Any:
     """A TVM tensor on the array's own memory (copied only where it is not contiguous, aligned and writable)."""
-    if not (array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0):
-        return tvm.runtime.tensor(np.ascontiguousarray(array))
+    native = array.dtype.isnative and array.dtype != np.bool_
+    if not (native and array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0):
+        return tvm.runtime.tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
     return tvm.runtime.from_dlpack(array)
 
 
