@@ -26,6 +26,17 @@ def missing(needed: list[str] | tuple[str, ...]) -> list[str]:
     return [f for f in needed if f not in flags()]
 
 
+def cores() -> frozenset[int]:
+    """Numbers of the cores the calling thread may run on."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(range(os.cpu_count() or 1))
+
+
+def bind(numbers: frozenset[int]) -> None:
+    """Let the calling thread run on these cores alone; without effect where the system has no such thing."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, numbers)
+
+
 def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores the calling thread may run on."""
+    return len(cores())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from khtst_compile import artifact, cpu
+from khtst_compile import artifact, cpu, workers
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, UsageError
 from khtst_compile.signature import TensorSpec, check_inputs
 
@@ -57,7 +53,7 @@ class Engine:
         import tvm_ffi
         from tvm import relax
 
-        self._tvm, self._lock, self._threads = tvm, threading.Lock(), threads
+        self._tvm, self._lock, self._threads = tvm, workers.Lock(), threads
         self._arrays = weights  # kernels read these in place
         self._weights = tvm_ffi.convert([_tensor(tvm, a) for a in weights])
         try:
@@ -68,8 +64,9 @@ class Engine:
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
         """Run `function` ("main" or "taps") and return what it returns."""
-        with self._lock, _workers(self._threads):
-            results = self._functions[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
+        tensors = [_tensor(self._tvm, a) for a in arrays]
+        with self._lock:
+            results = workers.run(self._threads, lambda: self._functions[function](*tensors, self._weights))
             return [r.numpy() for r in results]
 
 
@@ -111,49 +108,6 @@ class Artifact:
 
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
-
-
-_pool = threading.local()  # TVM keeps one worker pool per calling thread
-_pool_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _workers(threads: int) -> Iterator[None]:
-    """Run the block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards.
-
-    Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: a second thread then gains nothing.
-    """
-    cores = os.sched_getaffinity(0)
-    if threads == 1 and getattr(_pool, "shape", None) == (1, cores):
-        yield  # nothing to place: a short run is not to pay for system calls
-        return
-    try:
-        if getattr(_pool, "shape", None) != (threads, cores):
-            _make_pool(threads, cores)
-        if threads > 1 and len(cores) > 1:
-            os.sched_setaffinity(0, {min(cores)})
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def _make_pool(threads: int, cores: set[int]) -> None:
-    import tvm
-
-    order = sorted(cores)
-
-    with _pool_lock:
-        before = _tasks()
-        tvm.get_global_func("runtime.config_threadpool")(1, threads)
-        for number, task in enumerate(sorted(_tasks() - before), start=1):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(task, {order[number % len(order)]})
-    _pool.shape = (threads, cores)
-
-
-def _tasks() -> set[int]:
-    """Ids of this process's threads."""
-    return {int(t.name) for t in Path("/proc/self/task").iterdir()}
 
 
 def _tensor(tvm: Any, array: Array) -> Any:
