@@ -40,3 +40,20 @@ def bind(numbers: frozenset[int]) -> None:
 def usable_cores() -> int:
     """Cores the calling thread may run on."""
     return len(cores())
+
+
+def available_memory() -> int | None:
+    """Bytes that can be used without swapping (Linux: MemAvailable), or None where that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def processes(asked: int | None, weight_bytes: int) -> int:
+    """How many processes may each hold a program of that size: at most `asked`, one a core, and what memory allows."""
+    each = 4 * weight_bytes + (1 << 30)  # the program, its packed weights, TVM's copy, and libraries
+    free = available_memory()
+    room = usable_cores() if free is None else free // each
+    return max(1, min(asked or usable_cores(), usable_cores(), room))

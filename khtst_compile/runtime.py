@@ -10,32 +10,45 @@ import numpy.typing as npt
 
 from khtst_compile import artifact, cpu, workers
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, UsageError
+from khtst_compile.layout import ALIGN
 from khtst_compile.signature import TensorSpec, check_inputs
 
 Array = npt.NDArray[Any]
-LIBRARY, WEIGHTS = "model.so", "weights.bin"
+WEIGHTS = "weights.bin"
 
 
-def load(path: str | Path, *, threads: int | None = None, verify_hashes: bool = True) -> Artifact:
+def load(path: str | Path, *, threads: int | None = None, variant: str | None = None, verify_hashes: bool = True) -> Artifact:
     """Load an artifact made by `lower`.
 
-    threads: worker threads for kernels (default, and at most: the cores this process may use). Version, hashes and CPU features are
-    checked before any native code is mapped. Raises ArtifactError for a damaged or foreign folder, EnvironmentProblem where this
-    machine cannot run it.
+    threads: worker threads for kernels (default, and at most: the cores this process may use). variant: the target to run, of those it
+    was built for (default: the fastest this CPU has the features for). Version, hashes and CPU features are checked before any native
+    code is mapped. Raises ArtifactError for a damaged or foreign folder, UsageError for a variant it lacks, EnvironmentProblem where
+    this machine cannot run it.
     """
     folder = artifact.read(path, kind="library", hashes=verify_hashes)
-    _check_machine(folder)
-    return Artifact(folder, threads)
+    chosen = choose(folder, variant)
+    _check_tvm(folder)
+    return Artifact(folder, threads, chosen)
 
 
-def _check_machine(folder: artifact.Folder) -> None:
-    target = folder.manifest["target"]
-    lacking = cpu.missing(target["cpu_flags"])
-    if lacking:
-        raise EnvironmentProblem(
-            f"{folder.path}: built for {target['name']}, which needs the CPU features {', '.join(target['cpu_flags'])}; "
-            f"this machine lacks {', '.join(lacking)}; lower again with a target from `khtst-compile targets` that can run here"
-        )
+def choose(folder: artifact.Folder, name: str | None = None) -> dict[str, Any]:
+    """The manifest's entry of the variant to run: the one of that name, or the first that this CPU has all features for."""
+    variants = folder.manifest["target"]["variants"]
+    wanted = [v for v in variants if name is None or v["name"] == name]
+    if not wanted:
+        raise UsageError(f"{folder.path}: has no variant {name!r}; it holds {', '.join(v['name'] for v in variants)}")
+    for variant in wanted:
+        if not cpu.missing(variant["cpu_flags"]):
+            return dict(variant)
+    least = wanted[-1]
+    raise EnvironmentProblem(
+        f"{folder.path}: built for {' and '.join(v['name'] for v in wanted)}; {least['name']} needs the CPU features "
+        f"{', '.join(least['cpu_flags'])}; this machine lacks {', '.join(cpu.missing(least['cpu_flags']))}; "
+        "lower again with a target from `khtst-compile targets` that can run here"
+    )
+
+
+def _check_tvm(folder: artifact.Folder) -> None:
     import tvm
 
     built, here = folder.manifest["made_by"].get("tvm"), tvm.__version__
@@ -71,10 +84,15 @@ class Engine:
 
 
 class Artifact:
-    """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes. Calls from several threads are serialized."""
+    """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes. Calls from several threads are serialized.
 
-    def __init__(self, folder: artifact.Folder, threads: int | None):
+    `variant` is the name of the target that runs.
+    """
+
+    def __init__(self, folder: artifact.Folder, threads: int | None, variant: dict[str, Any]):
         self.folder = folder
+        self.variant = str(variant["name"])
+        self._codes_offset = int(variant["codes_offset"])
         self.manifest = folder.manifest
         self.inputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["inputs"])
         self.outputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["outputs"])
@@ -84,8 +102,9 @@ class Artifact:
         self.threads = (
             min(threads, cores) if threads is not None else cores
         )  # more than one a core would only wait for each other
-        weights = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
-        self._engine = Engine(folder.file(LIBRARY), weights, self.threads)
+        stored = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
+        weights = artifact.arrange(stored, variant)
+        self._engine = Engine(folder.file(variant["library"]), weights, self.threads)
 
     @property
     def path(self) -> Path:
@@ -102,9 +121,8 @@ class Artifact:
         results = self._engine.call("taps", self._check(inputs))
         count = len(self.outputs)
         outputs = {s.name: r for s, r in zip(self.outputs, results[:count], strict=True)}
-        offset = int(self.manifest["target"]["codes_offset"])
         taps = zip(self.manifest["taps"], results[count:], strict=True)
-        return outputs, [logical(t["kind"], t["features"], r, offset) for t, r in taps]
+        return outputs, [logical(t["kind"], t["features"], r, self._codes_offset) for t, r in taps]
 
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
@@ -112,10 +130,7 @@ class Artifact:
 
 def _tensor(tvm: Any, array: Array) -> Any:
     """A TVM tensor on the array's own memory (copied only where it is not contiguous, aligned and writable)."""
-    if (
-        not (array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0)
-        or array.dtype == np.bool_
-    ):
+    if not (array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGN == 0) or array.dtype == np.bool_:
         return tvm.runtime.tensor(np.ascontiguousarray(array))
     return tvm.runtime.from_dlpack(array)
 

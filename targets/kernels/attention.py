@@ -9,6 +9,7 @@ the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from tvm import tirx
@@ -39,6 +40,7 @@ _QUERIES = 256
 """Queries of one task: packing K and V again for the next ones costs little then."""
 
 
+@lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: Attention) -> tirx.PrimFunc:
     """The TIR of `spec`."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):
