@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: see khtst_c
 
 import numpy as np
 
-from khtst_compile import api, artifact, cpu
+from khtst_compile import api, artifact, cpu, runtime
 from khtst_compile.benchmark import bench
 from khtst_compile.demo import embed, minilm, retrieval_data
 from khtst_compile.engines import open_engine, recapture, torch_run
@@ -108,7 +108,7 @@ def measure(scratch: Path, seconds: float) -> dict[str, Any]:
             figures[f"latency against onnxruntime dynamic int8 at {tuple(row.shape.values())}"] = row.ratio
     return {
         "machine": {"cpu_flags": sorted(f for f in cpu.flags() if "avx" in f or f == "fma"), "cores": cpu.usable_cores()},
-        "target": artifact.read(scratch / "x86").manifest["target"]["name"],
+        "target": runtime.choose(artifact.read(scratch / "x86"))["name"],
         "versions": {**artifact.read(scratch / "x86").manifest["made_by"], "system": platform.system()},
         "figures": figures,
         "accuracy": accuracy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from khtst_compile import __version__, artifact
+from khtst_compile import __version__, artifact, cpu
 from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
@@ -117,21 +118,31 @@ def lower(
     output: str | Path,
     *,
     target: str = "x86",
+    threads: int | None = None,
     report: Report | None = None,
     progress: ProgressFactory | None = None,
 ) -> Result:
     """Compile a "quantized" artifact for a target and write a "library" artifact, having compared every kernel with torch.
 
-    Where the target cannot run on this machine, golden values come from a variant that can: all give the same bits.
+    target: a name of `khtst-compile targets`; "x86" is all its variants in one artifact. threads: how many are built at the same time, a
+    process each (default, and at most: the cores this process may use). Where the target cannot run on this machine, golden values come
+    from a variant that can: all give the same bits.
     """
-    from khtst_compile.lower.compile import compile_program
+    from khtst_compile.lower.variants import HELPERS, Helpers
+    from khtst_compile.targets import table
 
     started, say = time.perf_counter(), report or _silent
     source = artifact.read(quantized, kind="quantized")
     _keep_apart(source.path, Path(output))
+    # First what runs here: the process that compares results builds it.
+    order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
     with artifact.staging(Path(output)) as folder, _bar(progress, 4, "lower") as bar:
-        program = load_program(source)
-        manifest, checked = compile_program(program, source, folder, target, say, bar)
+        with Helpers(source.path, order, folder, cpu.processes(threads, source.file(PROGRAM).stat().st_size)) as helpers:
+            from khtst_compile.lower.compile import compile_program  # torch and tvm, while helpers start
+
+            program = load_program(source)
+            manifest, checked = compile_program(program, source, folder, target, helpers, say, bar)
+        shutil.rmtree(folder / HELPERS, ignore_errors=True)
         _copy_tokenizer(source.path / TOKENIZER, folder)
         artifact.write_manifest(folder, {**manifest, "made_by": _made_by()})
     return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
@@ -174,17 +185,19 @@ def verify(
     *,
     reference: str | Path | None = None,
     threads: int | None = None,
+    variant: str | None = None,
     task: str | None = None,
     report: Report | None = None,
 ) -> ParityReport:
     """Compare an artifact with what it should compute.
 
     Without `reference`: against the golden values inside the artifact. With a "quantized" artifact: kernel by kernel in torch. With a model
-    source: its outputs against the original fp32 model's. The report is returned also where it is over budget.
+    source: its outputs against the original fp32 model's. variant: of a "library", the one to run (default: the best for this CPU). The
+    report is returned also where it is over budget.
     """
     from khtst_compile.lower.verify import verify_artifact
 
-    return verify_artifact(artifact.read(path), reference, threads, task, report or _silent)
+    return verify_artifact(artifact.read(path), reference, threads, variant, task, report or _silent)
 
 
 def inspect(path: str | Path) -> dict[str, Any]:

@@ -22,35 +22,64 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile.errors import ArtifactError, ResourceError, UsageError
+from khtst_compile.layout import ALIGN, Layout
+from khtst_compile.schema import COUNT, NUMBER, Each, Either, complaint
 
 FORMAT = "khtst-artifact"
-VERSION = 1
+VERSIONS = {"quantized": 1, "library": 2, "onnx": 1}  # by kind: a new form of one does not make the others unreadable
 MANIFEST = "manifest.json"
 GOLDEN, ONNX_MODEL = "golden.npz", "model.onnx"  # files that several steps read or write
-KINDS = ("quantized", "library", "onnx")
-ALIGN = 64  # bytes; weights are mapped and handed to kernels in place
+KINDS = tuple(VERSIONS)
+_MAKERS = {"quantized": "khtst-compile quantize", "library": "khtst-compile lower", "onnx": "khtst-compile export"}
 
 Array = npt.NDArray[Any]
 _WEIGHT_DTYPES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
 
-# field -> type it must have; a "library" or "onnx" artifact has those of `_BY_KIND` too
-_FIELDS: dict[str, type | tuple[type, ...]] = {
+_TENSORS = [{"name": str, "dtype": str, "shape": [Either((str, COUNT))]}]
+_VARIANT = {
+    "name": str,
+    "isa": str,
+    "cpu_flags": [str],
+    "codes_dtype": str,
+    "codes_offset": COUNT,
+    "library": str,
+    "build_s": NUMBER,
+    "arrays": [COUNT],
+    "layouts": [Either((type(None), str))],
+}
+_TAP = {
+    "node": str,
+    "output": COUNT,
+    "site": str,
+    "operator": str,
+    "kind": str,
+    "features": Either((type(None), COUNT)),
+    "act": str,
+    "sha256": str,
+}
+# field -> what it must be; a "library" or "onnx" artifact has those of `_BY_KIND` too
+_FIELDS: dict[str, Any] = {
     "format": str,
     "version": int,
     "kind": str,
-    "made_by": dict,
+    "made_by": Each(str),
     "source": str,
     "recipe": str,
-    "passes": list,
-    "inputs": list,
-    "outputs": list,
-    "axes": dict,
-    "files": dict,
-    "golden": dict,
+    "passes": [dict],
+    "inputs": _TENSORS,
+    "outputs": _TENSORS,
+    "axes": Each([Either((type(None), int))]),
+    "files": Each({"sha256": str, "bytes": COUNT}),
+    "golden": {"accuracy": Each(Either((type(None), NUMBER)))},
 }
-_BY_KIND: dict[str, dict[str, type | tuple[type, ...]]] = {
+_BY_KIND: dict[str, dict[str, Any]] = {
     "quantized": {"meta": dict},
-    "library": {"target": dict, "weights": list, "taps": list, "meta": dict},
+    "library": {
+        "target": {"name": str, "variants": [_VARIANT]},
+        "weights": [{"dtype": str, "shape": [COUNT], "offset": COUNT}],
+        "taps": [_TAP],
+        "meta": dict,
+    },
     "onnx": {"meta": dict, "opset": int},
 }
 
@@ -143,7 +172,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name != MANIFEST
     }
-    full: dict[str, Any] = _finite({"format": FORMAT, "version": VERSION, **manifest, "files": files})
+    full: dict[str, Any] = _finite({"format": FORMAT, "version": VERSIONS[manifest["kind"]], **manifest, "files": files})
     validate(full, folder)
     text = json.dumps(full, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -174,8 +203,7 @@ def read(path: str | Path, *, kind: str | tuple[str, ...] | None = None, hashes:
     validate(manifest, path)
     wanted = (kind,) if isinstance(kind, str) else kind
     if wanted is not None and manifest["kind"] not in wanted:
-        maker = {"quantized": "khtst-compile quantize", "library": "khtst-compile lower", "onnx": "khtst-compile export"}
-        hint = " or ".join(f"{k!r} (made by {maker[k]})" for k in wanted)
+        hint = " or ".join(f"{k!r} (made by {_MAKERS[k]})" for k in wanted)
         raise ArtifactError(f"{path}: this artifact is of kind {manifest['kind']!r}; needed: {hint}")
     _check_files(path, manifest, hashes)
     return Folder(path, manifest)
@@ -185,26 +213,47 @@ def validate(manifest: Any, where: Path) -> None:
     """Raise ArtifactError where a manifest is not of this format and version or lacks a field."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ArtifactError(f"{where}: {MANIFEST} is not a {FORMAT} manifest; point to a folder written by khtst-compile")
-    if manifest.get("version") != VERSION:
+    kind = manifest.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ArtifactError(f"{where}: artifact kind {kind!r}; known: {', '.join(KINDS)}")
+    if manifest.get("version") != VERSIONS[kind]:
         raise ArtifactError(
-            f"{where}: artifact version {manifest.get('version')!r}, this khtst-compile reads version {VERSION}; "
-            f"make the artifact again or install the version that made it ({manifest.get('made_by')})"
+            f"{where}: {kind} artifact version {manifest.get('version')!r}, this khtst-compile reads version {VERSIONS[kind]}; "
+            f"run {_MAKERS[kind]} again, or install the version that made it ({manifest.get('made_by')})"
         )
-    if manifest.get("kind") not in KINDS:
-        raise ArtifactError(f"{where}: artifact kind {manifest.get('kind')!r}; known: {', '.join(KINDS)}")
-    for name, kind in {**_FIELDS, **_BY_KIND[manifest["kind"]]}.items():
-        if not isinstance(manifest.get(name), kind):
-            found = type(manifest.get(name)).__name__
-            raise ArtifactError(f"{where}: manifest field {name!r} is {found}; needed: {kind}; make the artifact again")
-    for entry in (*manifest["inputs"], *manifest["outputs"]):
-        if not isinstance(entry, dict) or not {"name", "dtype", "shape"} <= entry.keys():
-            raise ArtifactError(
-                f"{where}: manifest input or output {entry!r} lacks name, dtype or shape; make the artifact again"
-            )
-    for name, entry in manifest["files"].items():
-        parts = Path(name).parts
-        if Path(name).is_absolute() or ".." in parts or not isinstance(entry, dict) or not {"sha256", "bytes"} <= entry.keys():
+    wrong = complaint(manifest, {**_FIELDS, **_BY_KIND[kind]}, "manifest") or complaint(
+        manifest.get("ranges", {}), Each([int]), "manifest.ranges"
+    )
+    if wrong is None and kind == "library":
+        wrong = _wrong_variant(manifest)
+    if wrong is not None:
+        raise ArtifactError(f"{where}: {wrong}; make the artifact again")
+    for name in manifest["files"]:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(f"{where}: manifest names an impossible file {name!r}; do not use this artifact")
+
+
+def _wrong_variant(manifest: dict[str, Any]) -> str | None:
+    """What does not fit together in the variants of a library, or None."""
+    variants, stored = manifest["target"]["variants"], len(manifest["weights"])
+    if not variants:
+        return "manifest.target.variants is empty; needed: at least one"
+    for number, variant in enumerate(variants):
+        place = f"manifest.target.variants[{number}]"
+        if variant["library"] not in manifest["files"]:
+            return f"{place}.library is {variant['library']!r}, which is not among the files"
+        if len(variant["arrays"]) != len(variant["layouts"]):
+            return f"{place} has {len(variant['arrays'])} arrays and {len(variant['layouts'])} layouts; needed: as many"
+        for array, text in zip(variant["arrays"], variant["layouts"], strict=True):
+            if array >= stored:
+                return f"{place}.arrays names array {array} of {stored}"
+            try:
+                fits = text is None or Layout.parse(text).fits(tuple(manifest["weights"][array]["shape"]))
+            except ValueError as error:
+                return f"{place}.layouts: {error}"
+            if not fits:
+                return f"{place}.layouts: {text!r} does not fit array {array} of shape {manifest['weights'][array]['shape']}"
+    return None
 
 
 def _check_files(path: Path, manifest: dict[str, Any], hashes: bool) -> None:
@@ -261,3 +310,9 @@ def map_weights(path: Path, table: list[dict[str, Any]]) -> list[Array]:
             raise ArtifactError(f"{path}: a weight lies outside the file (offset {begin}, {size} bytes of {data.size})")
         arrays.append(data[begin : begin + size].view(dtype).reshape(shape))
     return arrays
+
+
+def arrange(stored: list[Array], variant: dict[str, Any]) -> list[Array]:
+    """The arguments of a variant's library: stored arrays in place, or put into the order it reads."""
+    pairs = zip(variant["arrays"], variant["layouts"], strict=True)
+    return [stored[place] if text is None else Layout.parse(text).apply(stored[place]) for place, text in pairs]

@@ -150,7 +150,7 @@ def judge(library: Path, onnx: Path, file: Path, texts: int | None, say: Callabl
     encoder = TextEncoder(library / api.TOKENIZER, loaded.manifest)
     runs = {
         "torch float32": torch_run(recapture(loaded.manifest), loaded.threads),
-        f"khtst {loaded.manifest['target']['name']}": loaded.run,
+        f"khtst {loaded.variant}": loaded.run,
         "khtst onnx (ort)": open_engine(onnx, loaded.threads).run,
     }
     found: list[Quality] = []

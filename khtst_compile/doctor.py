@@ -72,7 +72,7 @@ def examine() -> list[Check]:
         Check("cores", OK, f"{cpu.usable_cores()} usable of {os.cpu_count()}"),
         *(check_targets() if safe else []),
         check_disk(Path.cwd()),
-        check_memory(available_memory()),
+        check_memory(cpu.available_memory()),
     ]
 
 
@@ -175,15 +175,6 @@ def check_disk(folder: Path) -> Check:
             "disk", NOTE, f"{free / 1e9:.1f} GB free at {folder}", "large models will not fit; free some or write elsewhere"
         )
     return Check("disk", OK, f"{free / 1e9:.1f} GB free")
-
-
-def available_memory() -> int | None:
-    """Bytes that can be used without swapping (Linux: MemAvailable), or None where that is not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def check_memory(free: int | None) -> Check:

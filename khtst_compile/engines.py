@@ -40,7 +40,7 @@ def open_engine(path: Path, threads: int) -> Engine:
     from khtst_compile import runtime
 
     loaded = runtime.load(path, threads=threads)
-    return Engine(f"khtst {folder.manifest['target']['name']}", loaded.run)
+    return Engine(f"khtst {loaded.variant}", loaded.run)
 
 
 def baseline_engines(

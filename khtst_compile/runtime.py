@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from khtst_compile import artifact, cpu
+from khtst_compile import artifact, cpu, workers
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, ResourceError, UsageError
+from khtst_compile.layout import ALIGN
 from khtst_compile.signature import TensorSpec, check_inputs
 
 Array = npt.NDArray[Any]
-LIBRARY, WEIGHTS = "model.so", "weights.bin"
+WEIGHTS = "weights.bin"
 STAGED_BYTES = 65536  # inputs up to this size are copied
 
 
-def load(path: str | Path, *, threads: int | None = None, verify_hashes: bool = True) -> Artifact:
+def load(path: str | Path, *, threads: int | None = None, variant: str | None = None, verify_hashes: bool = True) -> Artifact:
     """Load an artifact made by `lower`.
 
-    threads: worker threads for kernels (default, and at most: the cores this process may use). Version, hashes and CPU features are
-    checked before any native code is mapped. Raises ArtifactError for a damaged or foreign folder, EnvironmentProblem where this
-    machine cannot run it.
+    threads: worker threads for kernels (default, and at most: the cores this process may use). variant: the target to run, of those it
+    was built for (default: the fastest this CPU has the features for). Version, hashes and CPU features are checked before any native
+    code is mapped. Raises ArtifactError for a damaged or foreign folder, UsageError for a variant it lacks, EnvironmentProblem where
+    this machine cannot run it.
     """
     folder = artifact.read(path, kind="library", hashes=verify_hashes)
-    _check_machine(folder)
-    return Artifact(folder, threads)
+    chosen = choose(folder, variant)
+    _check_tvm(folder)
+    return Artifact(folder, threads, chosen)
 
 
-def _check_machine(folder: artifact.Folder) -> None:
-    target = folder.manifest["target"]
-    lacking = cpu.missing(target["cpu_flags"])
-    if lacking:
-        raise EnvironmentProblem(
-            f"{folder.path}: built for {target['name']}, which needs the CPU features {', '.join(target['cpu_flags'])}; "
-            f"this machine lacks {', '.join(lacking)}; lower again with a target from `khtst-compile targets` that can run here"
-        )
+def choose(folder: artifact.Folder, name: str | None = None) -> dict[str, Any]:
+    """The manifest's entry of the variant to run: the one of that name, or the first that this CPU has all features for."""
+    variants = folder.manifest["target"]["variants"]
+    wanted = [v for v in variants if name is None or v["name"] == name]
+    if not wanted:
+        raise UsageError(f"{folder.path}: has no variant {name!r}; it holds {', '.join(v['name'] for v in variants)}")
+    for variant in wanted:
+        if not cpu.missing(variant["cpu_flags"]):
+            return dict(variant)
+    least = wanted[-1]
+    raise EnvironmentProblem(
+        f"{folder.path}: built for {' and '.join(v['name'] for v in wanted)}; {least['name']} needs the CPU features "
+        f"{', '.join(least['cpu_flags'])}; this machine lacks {', '.join(cpu.missing(least['cpu_flags']))}; "
+        "lower again with a target from `khtst-compile targets` that can run here"
+    )
+
+
+def _check_tvm(folder: artifact.Folder) -> None:
     import tvm
 
     built, here = folder.manifest["made_by"].get("tvm"), tvm.__version__
@@ -63,7 +72,7 @@ class Engine:
         import tvm_ffi
         from tvm import relax
 
-        self._tvm, self._ffi, self._lock, self._threads = tvm, tvm_ffi, threading.Lock(), threads
+        self._tvm, self._ffi, self._lock, self._threads = tvm, tvm_ffi, workers.Lock(), threads
         self._arrays = weights  # kernels read these in place
         try:
             # "naive": buffers are held here, and TVM's pool would keep one of every size there ever was.
@@ -88,12 +97,15 @@ class Engine:
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
         """Run `function` ("main" or "taps") and return what it returns."""
-        with self._lock, _workers(self._threads):
+        with self._lock:
             shapes = [a.shape for a in arrays]
             if shapes != self._shapes:
                 self._resize(shapes, arrays)
             inputs = [self._input(*each) for each in zip(arrays, self._staged, self._inputs, strict=True)]
-            results = self._main(self._buffers, *inputs) if function == "main" else self._taps(*inputs)
+            if function == "main":
+                results = workers.run(self._threads, lambda: self._main(self._buffers, *inputs))
+            else:
+                results = workers.run(self._threads, lambda: self._taps(*inputs))
             return [np.array(np.from_dlpack(r)) for r in results]
 
     def _input(self, given: Array, staged: Array | None, tensor: Any) -> Any:
@@ -124,10 +136,15 @@ class Engine:
 
 
 class Artifact:
-    """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes. Calls from several threads are serialized."""
+    """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes. Calls from several threads are serialized.
 
-    def __init__(self, folder: artifact.Folder, threads: int | None):
+    `variant` is the name of the target that runs.
+    """
+
+    def __init__(self, folder: artifact.Folder, threads: int | None, variant: dict[str, Any]):
         self.folder = folder
+        self.variant = str(variant["name"])
+        self._codes_offset = int(variant["codes_offset"])
         self.manifest = folder.manifest
         self.inputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["inputs"])
         self.outputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["outputs"])
@@ -137,8 +154,9 @@ class Artifact:
         self.threads = (
             min(threads, cores) if threads is not None else cores
         )  # more than one a core would only wait for each other
-        weights = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
-        self._engine = Engine(folder.file(LIBRARY), weights, self.threads)
+        stored = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
+        weights = artifact.arrange(stored, variant)
+        self._engine = Engine(folder.file(variant["library"]), weights, self.threads)
 
     @property
     def path(self) -> Path:
@@ -155,63 +173,17 @@ class Artifact:
         results = self._engine.call("taps", self._check(inputs))
         count = len(self.outputs)
         outputs = {s.name: r for s, r in zip(self.outputs, results[:count], strict=True)}
-        offset = int(self.manifest["target"]["codes_offset"])
         taps = zip(self.manifest["taps"], results[count:], strict=True)
-        return outputs, [logical(t["kind"], t["features"], r, offset) for t, r in taps]
+        return outputs, [logical(t["kind"], t["features"], r, self._codes_offset) for t, r in taps]
 
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
 
 
-_pool = threading.local()  # TVM keeps one worker pool per calling thread
-_pool_lock = threading.Lock()
-_NOTHING = contextlib.nullcontext()
-
-
-def _workers(threads: int) -> contextlib.AbstractContextManager[None]:
-    """Run a block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards."""
-    if threads == 1 and getattr(_pool, "shape", (0,))[0] == 1:
-        return _NOTHING  # nothing to place: a short run is not to pay for system calls
-    return _placed(threads)
-
-
-@contextlib.contextmanager
-def _placed(threads: int) -> Iterator[None]:
-    """Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: two threads then gain nothing."""
-    cores = os.sched_getaffinity(0)
-    try:
-        if getattr(_pool, "shape", None) != (threads, cores):
-            _make_pool(threads, cores)
-        if threads > 1 and len(cores) > 1:
-            os.sched_setaffinity(0, {min(cores)})
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def _make_pool(threads: int, cores: set[int]) -> None:
-    import tvm
-
-    order = sorted(cores)
-
-    with _pool_lock:
-        before = _tasks()
-        tvm.get_global_func("runtime.config_threadpool")(1, threads)
-        for number, task in enumerate(sorted(_tasks() - before), start=1):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(task, {order[number % len(order)]})
-    _pool.shape = (threads, cores)
-
-
-def _tasks() -> set[int]:
-    """Ids of this process's threads."""
-    return {int(t.name) for t in Path("/proc/self/task").iterdir()}
-
-
 def _tensor(tvm: Any, array: Array) -> Any:
     """A TVM tensor on the array's own memory (copied only where it is not contiguous, aligned and writable)."""
     native = array.dtype.isnative and array.dtype != np.bool_
-    if not (native and array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0):
+    if not (native and array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGN == 0):
         return tvm.runtime.tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
     return tvm.runtime.from_dlpack(array)
 
@@ -221,8 +193,8 @@ def _staging(tvm: Any, array: Array) -> tuple[Array, Any]:
     dtype = array.dtype.newbyteorder("=")
     if not array.size:
         return np.empty(array.shape, dtype), tvm.runtime.empty(array.shape, dtype.name)
-    memory = np.empty(array.size * dtype.itemsize + artifact.ALIGN, np.uint8)
-    begin = -memory.ctypes.data % artifact.ALIGN
+    memory = np.empty(array.size * dtype.itemsize + ALIGN, np.uint8)
+    begin = -memory.ctypes.data % ALIGN
     staged = memory[begin : begin + array.size * dtype.itemsize].view(dtype).reshape(array.shape)
     return staged, tvm.runtime.from_dlpack(staged)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from khtst_compile.layout import Packed
 from khtst_compile.targets.isa import Isa
 
 if TYPE_CHECKING:  # listing targets loads no torch
@@ -20,7 +21,7 @@ class KernelCall:
     """One call of a kernel, as a rule hands it to the lowering.
 
     func: the TIR PrimFunc. key: equal keys mean equal functions, so that each is built once.
-    operands: arguments before the outputs; a graph node is a tensor at run time, an array is a weight.
+    operands: arguments before the outputs; a graph node is a tensor at run time, anything else a weight.
     outputs: (last axis or None for a per-row value, dtype) of each output; leading axes are those of the first operand.
     slots: index of each output in the operator's result; outputs nothing reads are left out.
     macs: multiply-adds per row of the first operand's leading axes.
@@ -28,7 +29,7 @@ class KernelCall:
 
     func: Any
     key: str
-    operands: tuple[fx.Node | npt.NDArray[Any], ...]
+    operands: tuple[fx.Node | npt.NDArray[Any] | Packed, ...]
     outputs: tuple[tuple[int | None, str], ...]
     slots: tuple[int, ...] = (0,)
     macs: int = 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from khtst_compile.layout import Packed
 from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, rotary
@@ -187,9 +188,10 @@ def w8a8_gemm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | Non
     n, k = wq.shape
     lead, _ = _rows(codes)
     spec = gemm_i8.GemmI8(isa, n, k, lead, str(act), residual is not None)
-    packed = gemm_i8.pack(spec, wq, ws, constants(bias))
+    first, *packed = gemm_i8.pack(spec, wq, ws, constants(bias))
     key = f"gemm_i8_{n}_{k}_{act}_{'r' if residual is not None else 'n'}_{_lead_key(lead)}"
-    operands = (codes, scale, *packed, *([residual] if residual is not None else []))
+    weights = Packed(first, wq, gemm_i8.layout(spec))
+    operands = (codes, scale, weights, *packed, *([residual] if residual is not None else []))
     return KernelCall(gemm_i8.prim_func(spec), key, operands, ((n, "float32"),), macs=n * k)  # type: ignore[arg-type]
 
 
@@ -200,9 +202,10 @@ def linear(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     n, k = w.shape
     lead, _ = _rows(x)
     spec = gemm_f32.GemmF32(isa, n, k, lead, str(act), residual is not None)
-    packed = gemm_f32.pack(spec, w, constants(bias))
+    first, start = gemm_f32.pack(spec, w, constants(bias))
     key = f"gemm_f32_{n}_{k}_{act}_{'r' if residual is not None else 'n'}_{_lead_key(lead)}"
-    operands = (x, *packed, *([residual] if residual is not None else []))
+    weights = Packed(first, w, gemm_f32.layout(spec))
+    operands = (x, weights, start, *([residual] if residual is not None else []))
     return KernelCall(gemm_f32.prim_func(spec), key, operands, ((n, "float32"),), macs=n * k)  # type: ignore[arg-type]
 
 

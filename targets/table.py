@@ -10,7 +10,7 @@ from khtst_compile.targets.contract import Target
 
 # name -> (module:attribute, one line for `khtst-compile targets`)
 TARGETS: dict[str, tuple[str, str]] = {
-    "x86": ("khtst_compile.targets.x86:best", "the best x86 variant this machine runs"),
+    "x86": ("khtst_compile.targets.x86:best", "all x86 variants in one artifact; the best one runs"),
     "x86-avx512vnni": ("khtst_compile.targets.x86:AVX512VNNI", "AVX512 with VNNI (Ice Lake, Zen 4 and later)"),
     "x86-avx512": ("khtst_compile.targets.x86:AVX512", "AVX512 without VNNI (Skylake-X)"),
     "x86-avxvnni": ("khtst_compile.targets.x86:AVXVNNI", "AVX2 with AVX-VNNI (Alder Lake and later)"),
@@ -18,8 +18,17 @@ TARGETS: dict[str, tuple[str, str]] = {
 }
 
 
+# name -> the targets an artifact for it holds, where they are several: the fastest first
+FAMILIES = {"x86": ("x86-avx512vnni", "x86-avx512", "x86-avxvnni", "x86-avx2")}
+
+
+def variants(name: str) -> tuple[Target, ...]:
+    """What an artifact for that target is built for. Raises UsageError as `target` does."""
+    return tuple(target(n) for n in FAMILIES.get(name, (name,)))
+
+
 def target(name: str) -> Target:
-    """The target of that name. Raises UsageError naming the nearest one."""
+    """The target of that name; of a family, the one that runs here. Raises UsageError naming the nearest one."""
     if name not in TARGETS:
         near = difflib.get_close_matches(name, TARGETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -11,6 +11,7 @@ import pytest
 
 from khtst_compile import artifact
 from khtst_compile.errors import ArtifactError, UsageError
+from khtst_compile.layout import ALIGN
 
 FIELDS: dict[str, Any] = {
     "kind": "quantized",
@@ -21,7 +22,7 @@ FIELDS: dict[str, Any] = {
     "inputs": [],
     "outputs": [],
     "axes": {},
-    "golden": {},
+    "golden": {"accuracy": {}},
     "meta": {},
 }
 
@@ -79,9 +80,22 @@ def test_foreign_folders_and_files_are_not_overwritten(tmp_path: Path) -> None:
         ({"format": "zip"}, "not a khtst-artifact"),
         ({"version": 2}, "version 2"),
         ({"kind": "soup"}, "soup"),
-        ({"inputs": None}, "'inputs'"),
+        ({"inputs": None}, "inputs is None; needed: a list"),
         ({"files": {"../../etc/passwd": {"sha256": "", "bytes": 0}}}, "impossible file"),
-        ({"inputs": [{"name": "x"}]}, "lacks name, dtype or shape"),
+        ({"kind": ["library"]}, "artifact kind"),
+        ({"files": {"data.bin": {"sha256": 1, "bytes": 5}}}, r"files\.data\.bin\.sha256 is 1; needed: text"),
+        ({"files": {"data.bin": {"bytes": 5}}}, r"lacks 'sha256'"),
+        ({"inputs": [{"name": "x"}]}, r"inputs\[0\] lacks 'dtype', 'shape'"),
+        (
+            {"inputs": [{"name": "x", "dtype": "int64", "shape": [1.5]}]},
+            r"inputs\[0\]\.shape\[0\] is 1\.5; needed: a whole number",
+        ),
+        ({"inputs": [{"name": "x", "dtype": "int64", "shape": [-1]}]}, r"shape\[0\] is -1; needed: a whole number of at least 0"),
+        ({"axes": {"batch": 3}}, r"axes\.batch is 3; needed: a list"),
+        ({"ranges": {"ids": ["a", 3]}}, r"ranges\.ids\[0\] is 'a'"),
+        ({"golden": {"accuracy": {"y": "good"}}}, r"accuracy\.y is 'good'; needed: a number"),
+        ({"passes": ["w8a8"]}, r"passes\[0\] is 'w8a8'; needed: an object"),
+        ({"made_by": {"tvm": 27}}, r"made_by\.tvm is 27"),
     ],
 )
 def test_a_wrong_manifest_is_refused_in_words(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -108,7 +122,7 @@ def test_weights_are_mapped_in_place(tmp_path: Path) -> None:
     mapped = artifact.map_weights(tmp_path / "w", table)
     for a, b in zip(arrays, mapped, strict=True):
         np.testing.assert_array_equal(a, b)
-        assert (a.dtype == b.dtype and b.ctypes.data % artifact.ALIGN == 0) or not b.size
+        assert (a.dtype == b.dtype and b.ctypes.data % ALIGN == 0) or not b.size
     mapped[0][0] = 9  # private: the file stays as it is
     np.testing.assert_array_equal(artifact.map_weights(tmp_path / "w", table)[0], arrays[0])
     with pytest.raises(ArtifactError, match="outside"):
@@ -126,3 +140,57 @@ def test_a_file_is_never_put_in_place_of_a_device_or_a_link(tmp_path: Path) -> N
     with artifact.staged_file(tmp_path / "link") as temporary:
         temporary.write_text("new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+
+
+VARIANT: dict[str, Any] = {
+    "name": "x86-avx2",
+    "isa": "avx2",
+    "cpu_flags": ["avx2"],
+    "codes_dtype": "int16",
+    "codes_offset": 0,
+    "library": "data.bin",
+    "build_s": 1.0,
+    "arrays": [0, 0],
+    "layouts": [None, "4x8 in 2x2x8 as 0x2x1"],
+}
+LIBRARY: dict[str, Any] = {
+    **FIELDS,
+    "kind": "library",
+    "target": {"name": "x86-avx2", "variants": [VARIANT]},
+    "weights": [{"dtype": "int8", "shape": [3, 8], "offset": 0}],
+    "taps": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"library": "other.so"}, "not among the files"),
+        ({"arrays": [0]}, "1 arrays and 2 layouts"),
+        ({"arrays": [0, 1]}, "array 1 of 1"),
+        ({"arrays": [0, -1]}, r"arrays\[1\] is -1"),
+        ({"cpu_flags": "avx2"}, r"variants\[0\]\.cpu_flags is 'avx2'; needed: a list"),
+        ({"codes_offset": True}, "codes_offset is True"),
+        ({"layouts": [None, "4x8"]}, "PADDED in BLOCKS as AXES"),
+        ({"layouts": [None, "4x8 in 2x2x9 as 0x2x1"]}, "does not fit"),
+        ({"layouts": [None, "4x8 in 2x2x8 as 0x2x2"]}, "does not fit"),
+        ({"layouts": [None, "2x8 in 2x8 as 0x1"]}, "does not fit"),
+    ],
+)
+def test_a_damaged_variant_is_refused_in_words(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with artifact.staging(tmp_path / "a") as folder:
+        (folder / "data.bin").write_text("hello")
+        artifact.write_manifest(folder, LIBRARY)
+    assert artifact.read(tmp_path / "a").manifest["version"] == 2
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    manifest["target"]["variants"][0] |= change
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=said):
+        artifact.read(tmp_path / "a")
+
+
+def test_a_library_of_an_older_version_says_what_to_do(tmp_path: Path) -> None:
+    old = {"format": "khtst-artifact", **LIBRARY, "version": 1, "target": {"name": "x86-avx2", "cpu_flags": []}, "files": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(old))
+    with pytest.raises(ArtifactError, match=r"library artifact version 1, .* reads version 2; run khtst-compile lower again"):
+        artifact.read(tmp_path)

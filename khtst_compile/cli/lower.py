@@ -18,15 +18,16 @@ def command(console: Console, quantized: Path, output: Path, target: str) -> Non
     """Compile QUANTIZED, a folder written by `quantize`, for a target."""
     from khtst_compile import api
 
-    result = api.lower(quantized, output, target=target, report=console.note, progress=console.progress)
+    result = api.lower(quantized, output, target=target, threads=console.threads, report=console.note, progress=console.progress)
     chosen = result.manifest["target"]
     size = sum(int(f["bytes"]) for f in result.manifest["files"].values())
     summary = {
         "artifact": str(result.folder),
         "target": chosen["name"],
-        "cpu_flags": chosen["cpu_flags"],
+        "variants": [{k: v[k] for k in ("name", "cpu_flags", "library", "build_s")} for v in chosen["variants"]],
         "bytes": size,
         "seconds": round(result.seconds, 3),
     }
-    text = f"{result.folder}: compiled for {chosen['name']} in {result.seconds:.1f} s, {size / 1e6:.1f} MB"
+    built = ", ".join(v["name"] for v in chosen["variants"])
+    text = f"{result.folder}: compiled for {built} in {result.seconds:.1f} s, {size / 1e6:.1f} MB"
     console.emit(summary, text)

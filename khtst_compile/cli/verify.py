@@ -14,14 +14,17 @@ from khtst_compile.errors import OverBudget
 @click.command("verify")
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--reference", help="The quantized folder or the original model.  [default: as recorded in the artifact]")
+@click.option("--variant", help="The target to run, of an artifact for several.  [default: the best for this CPU]")
 @click.option("--junit", type=click.Path(path_type=Path), help="Also write the rows as a JUnit XML file.")
 @click.option("--rows", type=click.IntRange(min=0), help="Print at most so many rows of the table.  [default: all]")
 @common
-def command(console: Console, artifact: Path, reference: str | None, junit: Path | None, rows: int | None) -> int:
+def command(
+    console: Console, artifact: Path, reference: str | None, variant: str | None, junit: Path | None, rows: int | None
+) -> int:
     """Compare ARTIFACT with what it was made from; exit code 1 and the first layer over budget where they differ too much."""
     from khtst_compile import api
 
-    report = api.verify(artifact, reference=reference, threads=console.threads, report=console.note)
+    report = api.verify(artifact, reference=reference, threads=console.threads, variant=variant, report=console.note)
     if junit is not None:
         with staged_file(junit) as temporary:
             temporary.write_text(report.junit(), encoding="utf-8")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,15 @@ import numpy.typing as npt
 import torch
 
 from khtst_compile import artifact, cpu
-from khtst_compile.lower.build import build, export_library
+from khtst_compile.errors import OverBudget
 from khtst_compile.lower.digest import digest
-from khtst_compile.lower.relax import Graph, kernel_graph, to_relax
+from khtst_compile.lower.relax import Graph, kernel_graph
 from khtst_compile.lower.replay import replay
+from khtst_compile.lower.variants import Helpers, build_variant, library_name, merge
 from khtst_compile.parity import ParityReport
 from khtst_compile.program import Program
 from khtst_compile.progress import Progress
-from khtst_compile.runtime import LIBRARY, WEIGHTS, Engine, logical
+from khtst_compile.runtime import WEIGHTS, Engine, logical
 from khtst_compile.targets import table
 from khtst_compile.targets.contract import Target
 
@@ -29,28 +29,39 @@ Array = npt.NDArray[Any]
 
 
 def compile_program(
-    program: Program, source: artifact.Folder, folder: Path, name: str, say: Callable[[str], None], bar: Progress
+    program: Program,
+    source: artifact.Folder,
+    folder: Path,
+    name: str,
+    helpers: Helpers,
+    say: Callable[[str], None],
+    bar: Progress,
 ) -> tuple[dict[str, Any], ParityReport]:
-    """Write library, weights and golden values into `folder`; returns the manifest's fields and the kernel-by-kernel report.
+    """Write libraries, weights and golden values into `folder`; returns the manifest's fields and the kernel-by-kernel report.
 
-    Raises OverBudget where a kernel does not compute what its operator means.
+    helpers: build what is not theirs. Raises OverBudget where a kernel does not compute what its operator means, or where two
+    instruction sets differ in a bit.
     """
-    target = table.target(name)
     graph = kernel_graph(program)
     bar.advance(note="fused")
-    started = time.perf_counter()
-    weights, macs = _library(graph, target, folder / LIBRARY)
-    built_s = time.perf_counter() - started
+    arrays: dict[str, Array] = {}
+    built = {t.name: build_variant(graph, t, folder, arrays) for t in helpers.own}
+    built |= {b.target: b for b in helpers.results(graph, folder, arrays)}
+    targets = table.variants(name)
+    libraries = [built[t.name] for t in targets]
     bar.advance(note="compiled")
-    entries = artifact.write_weights(folder / WEIGHTS, weights)
-    say(f"built {target.name} in {built_s:.1f} s: {', '.join(f'{k} {v}' for k, v in graph.fused.items() if v)}")
+    stored, arguments = merge(libraries, arrays)
+    entries = artifact.write_weights(folder / WEIGHTS, stored)
+    times = ", ".join(f"{b.target} in {b.build_s:.1f} s" for b in libraries)
+    say(f"built {times}: {', '.join(f'{k} {v}' for k, v in graph.fused.items() if v)}")
+    described = [{**_describe(t), "build_s": b.build_s, **a} for t, b, a in zip(targets, libraries, arguments, strict=True)]
     golden = source.arrays(artifact.GOLDEN)
     inputs = {k.removeprefix("in/"): v for k, v in golden.items() if k.startswith("in/")}
-    runner, results = _golden_run(graph, target, folder, weights, [inputs[s.name] for s in program.inputs])
+    runner, results = _golden_run(graph, targets, described, stored, folder, [inputs[s.name] for s in program.inputs])
     bar.advance(note="run")
     outputs, taps = results[: len(program.outputs)], results[len(program.outputs) :]
     report = ParityReport(tuple(replay(graph, outputs, taps, {k: torch.from_numpy(v) for k, v in inputs.items()})))
-    report.require(f"lower for {target.name}")
+    report.require(f"lower for {name}")
     golden |= {f"lowered/{s.name}": v for s, v in zip(program.outputs, outputs, strict=True)}
     np.savez(folder / artifact.GOLDEN, **golden)  # type: ignore[arg-type]
     bar.advance(note="compared")
@@ -60,35 +71,49 @@ def compile_program(
     return {
         "kind": "library",
         **manifest,
-        "target": _describe(target),
+        "target": {"name": name, "variants": described},
         "weights": entries,
         "taps": [{**dataclasses.asdict(t), "sha256": digest(v)} for t, v in zip(graph.taps, taps, strict=True)],
-        "kernels": macs,
+        "kernels": libraries[0].macs,
         "golden": {**source.manifest["golden"], "run_on": runner},
     }, report
 
 
-def _library(graph: Graph, target: Target, path: Path) -> tuple[list[Array], dict[str, int]]:
-    lowered = to_relax(graph, target)
-    export_library(build(lowered.module, target), path)
-    return lowered.weights, lowered.macs
+def _golden_run(
+    graph: Graph,
+    targets: Sequence[Target],
+    described: list[dict[str, Any]],
+    stored: list[Array],
+    folder: Path,
+    inputs: list[Array],
+) -> tuple[str, list[Array]]:
+    """What `taps` returns on the golden inputs, codes as int8, from the fastest variant that runs here; all others that do must agree.
+
+    Where none runs here, one that does is built for it.
+    """
+    runnable = [(t, d) for t, d in zip(targets, described, strict=True) if t.unavailable() is None]
+    if not runnable:
+        stand_in = table.target("x86")
+        arrays: dict[str, Array] = {}
+        with tempfile.TemporaryDirectory() as temporary:
+            built = build_variant(graph, stand_in, Path(temporary), arrays)
+            stored, arguments = merge([built], arrays)
+            return stand_in.name, _run(graph, {**_describe(stand_in), **arguments[0]}, stored, Path(temporary), inputs)
+    (first, its), *others = runnable
+    results = _run(graph, its, stored, folder, inputs)
+    names = [*(f"output {s.name}" for s in graph.program.outputs), *(t.site for t in graph.taps)]
+    for other, description in others:
+        for site, a, b in zip(names, results, _run(graph, description, stored, folder, inputs), strict=True):
+            if digest(a) != digest(b):
+                raise OverBudget(f"lower: {site}: {other.name} and {first.name} differ; needed: the same bits; please report it")
+    return first.name, results
 
 
-def _golden_run(graph: Graph, target: Target, folder: Path, weights: list[Array], inputs: list[Array]) -> tuple[str, list[Array]]:
-    """What `taps` returns on the golden inputs, codes as int8; from another variant where this machine cannot run the target."""
-    if target.unavailable() is None:
-        return target.name, _run(graph, target, folder / LIBRARY, weights, inputs)
-    stand_in = table.target("x86")
-    with tempfile.TemporaryDirectory() as temporary:
-        library = Path(temporary) / LIBRARY
-        weights, _ = _library(graph, stand_in, library)
-        return stand_in.name, _run(graph, stand_in, library, weights, inputs)
-
-
-def _run(graph: Graph, target: Target, library: Path, weights: list[Array], inputs: list[Array]) -> list[Array]:
-    results = Engine(library, [np.array(w) for w in weights], cpu.usable_cores()).call("taps", inputs)
+def _run(graph: Graph, variant: dict[str, Any], stored: list[Array], folder: Path, inputs: list[Array]) -> list[Array]:
+    weights = artifact.arrange([np.array(a) for a in stored], variant)
+    results = Engine(folder / variant["library"], weights, cpu.usable_cores()).call("taps", inputs)
     count = len(graph.program.outputs)
-    offset = target.isa.codes_offset
+    offset = int(variant["codes_offset"])
     taps = [logical(t.kind, t.features, r, offset) for t, r in zip(graph.taps, results[count:], strict=True)]
     return [*results[:count], *taps]
 
@@ -104,4 +129,5 @@ def _describe(target: Target) -> dict[str, Any]:
         "cpu_flags": list(target.isa.cpu_flags),
         "codes_dtype": target.isa.codes_dtype,
         "codes_offset": target.isa.codes_offset,
+        "library": library_name(target),
     }

@@ -11,6 +11,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from tvm.ir import GenericConst
 from tvm.relax.frontend.torch import from_exported_program
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.layout import Packed
 from khtst_compile.lower.fuse import fuse
 from khtst_compile.lower.importer import CONVERTERS, prepare
 from khtst_compile.lower.plan import INPUTS
@@ -48,10 +50,10 @@ class Tap:
 
 @dataclass(frozen=True)
 class Lowered:
-    """module: Relax and TIR, not yet scheduled; weights: the arrays it takes after its inputs; macs: multiply-adds a row, by kernel."""
+    """module: Relax and TIR, not yet scheduled; weights: what it takes after its inputs; macs: multiply-adds a row, by kernel."""
 
     module: Any
-    weights: list[npt.NDArray[Any]]
+    weights: list[npt.NDArray[Any] | Packed]
     macs: dict[str, int]
 
 
@@ -86,7 +88,7 @@ def to_relax(graph: Graph, target: Target) -> Lowered:
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(_explain(program, error)) from error
     module, weights = lift_weights(_split_main(module, len(program.outputs)))
-    return Lowered(module, weights, kernels.macs)
+    return Lowered(module, [kernels.packed.get(_content(w), w) for w in weights], kernels.macs)
 
 
 class _KernelCalls:
@@ -97,6 +99,7 @@ class _KernelCalls:
         self._tensors = program.tensors()
         self._functions: dict[str, relax.GlobalVar] = {}
         self.macs: dict[str, int] = {}
+        self.packed: dict[Any, Packed] = {}  # content -> where it comes from
         self.names = [name.partition(".")[2] for name in self._rules]
 
     def constant(self, node: Any) -> npt.NDArray[Any] | None:
@@ -125,7 +128,7 @@ class _KernelCalls:
             func = call.func.with_attr("global_symbol", name).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
             self._functions[call.key] = builder.add_func(func, name)
             self.macs[name] = call.macs
-        operands = [importer.env[o] if isinstance(o, fx.Node) else relax.const(o) for o in call.operands]
+        operands = [importer.env[o] if isinstance(o, fx.Node) else self._weight(o) for o in call.operands]
         first = node.meta["val"]
         rank = (first[0] if isinstance(first, (tuple, list)) else first).dim()
         lead = list(operands[0].ty.shape.values)[: rank - 1]
@@ -138,6 +141,12 @@ class _KernelCalls:
         for slot, value in zip(call.slots, values, strict=True):
             full[slot] = value
         return full
+
+    def _weight(self, operand: npt.NDArray[Any] | Packed) -> Any:
+        if isinstance(operand, Packed):
+            self.packed[_content(operand.packed)] = operand
+            operand = operand.packed
+        return relax.const(operand)
 
 
 def _kernel_nodes(program: Program) -> list[fx.Node]:
@@ -203,6 +212,11 @@ def _split_main(module: Any, outputs: int) -> Any:
     return relax.transform.DeadCodeElimination(["main", "taps"])(relax.transform.Normalize()(module))
 
 
+def _content(data: npt.NDArray[Any]) -> Any:
+    """Equal for equal arrays."""
+    return data.dtype.str, data.shape, hashlib.sha256(np.ascontiguousarray(data).data).digest()
+
+
 def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
     """Replace every constant larger than INLINE_BYTES by a parameter after the inputs, in one order for all functions."""
     arrays: list[npt.NDArray[Any]] = []
@@ -217,7 +231,7 @@ def lift_weights(module: Any) -> tuple[Any, list[npt.NDArray[Any]]]:
         data = expr.value.numpy()
         if data.nbytes <= INLINE_BYTES:
             return
-        content = (data.dtype.str, data.shape, hashlib.sha256(data.tobytes()).digest())
+        content = _content(data)
         if content not in by_content:
             by_content[content] = len(arrays)
             arrays.append(data)

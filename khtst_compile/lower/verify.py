@@ -23,12 +23,17 @@ SAME_BITS = "every CPU gives the same bits"
 
 
 def verify_artifact(
-    folder: artifact.Folder, reference: str | Path | None, threads: int | None, task: str | None, say: Say
+    folder: artifact.Folder, reference: str | Path | None, threads: int | None, variant: str | None, task: str | None, say: Say
 ) -> ParityReport:
     """See api.verify."""
     golden = folder.arrays(artifact.GOLDEN)
     inputs = {k.removeprefix("in/"): v for k, v in golden.items() if k.startswith("in/")}
-    outputs, taps = _RUNNERS[folder.kind](folder, inputs, threads)
+    if folder.kind == "library":
+        outputs, taps = _run_library(folder, inputs, threads, variant)
+    elif variant is not None:
+        raise UsageError(f"verify: variant {variant!r} of {folder.path}, which is of kind {folder.kind!r}; needed: 'library'")
+    else:
+        outputs, taps = _RUNNERS[folder.kind](folder, inputs, threads)
     rows: list[Row] = []
     if reference is None:
         rows += _against_hashes(folder, taps)
@@ -144,10 +149,12 @@ def _original(
     return {f"fp32/{k}": v for k, v in outputs.items()}
 
 
-def _run_library(folder: artifact.Folder, inputs: dict[str, Array], threads: int | None) -> tuple[dict[str, Array], list[Array]]:
+def _run_library(
+    folder: artifact.Folder, inputs: dict[str, Array], threads: int | None, variant: str | None
+) -> tuple[dict[str, Array], list[Array]]:
     from khtst_compile.runtime import load
 
-    return load(folder.path, threads=threads).run_with_taps(inputs)
+    return load(folder.path, threads=threads, variant=variant).run_with_taps(inputs)
 
 
 def _run_quantized(
@@ -173,4 +180,4 @@ def _run_onnx(folder: artifact.Folder, inputs: dict[str, Array], threads: int | 
 
 
 _Runner = Callable[[artifact.Folder, dict[str, Array], int | None], tuple[dict[str, Array], list[Array]]]
-_RUNNERS: dict[str, _Runner] = {"library": _run_library, "quantized": _run_quantized, "onnx": _run_onnx}
+_RUNNERS: dict[str, _Runner] = {"quantized": _run_quantized, "onnx": _run_onnx}

@@ -8,6 +8,8 @@ the number of threads: the bits are the same on every machine. Scratch has one s
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -44,6 +46,7 @@ _UNROLL = 8
 """Features a turn of the loop of scores: a loop of few turns is left without a mispredicted branch."""
 
 
+@lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: Attention) -> tirx.PrimFunc:
     """The TIR of `spec`."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):

@@ -133,10 +133,9 @@ class Dot:
             T.buffer_store(terms, lane(total), [row])
         return terms
 
-    def pack(self, tiles: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-        """(panels, vectors, lanes, steps, group) int8 -> flat, in the order `weights` reads."""
-        split = tiles.reshape(*tiles.shape[:4], self.parts, self._taken)
-        return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(-1)
+    def order(self, panels: int, vectors: int, steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks of the padded (n, k) weights, and the order of these axes in which `weights` reads them."""
+        return (panels, vectors, self.lanes, steps, self.parts, self._taken), (0, 3, 1, 4, 2, 5)
 
     def column_start(self, weights: npt.NDArray[np.int8], offset: int) -> npt.NDArray[np.int32] | None:
         """What the sums of each column start at, (columns,) int32, or None for zero.

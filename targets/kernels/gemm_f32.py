@@ -8,6 +8,7 @@ Every output element has one accumulator and one order of additions, whatever th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from tvm import tirx
@@ -15,6 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
@@ -54,6 +56,7 @@ class GemmF32:
         return panels_of(self.n, self.isa)
 
 
+@lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: GemmF32) -> tirx.PrimFunc:
     """The TIR of `spec`.
 
@@ -102,13 +105,16 @@ def pack(spec: GemmF32, weights: Floats, bias: Floats | None = None) -> list[Flo
     if weights.shape != (spec.n, spec.k):
         raise LoweringError(f"{spec.name}: weights {weights.shape}; needed {(spec.n, spec.k)}")
     panels = spec.panels
-    padded = np.zeros((panels.padded, spec.k), np.float32)
-    padded[: spec.n] = weights
     start = np.zeros(panels.padded, np.float32)
     if bias is not None:
         start[: spec.n] = bias
-    tiles = padded.reshape(panels.count, panels.width, spec.k).transpose(0, 2, 1)
-    return [np.ascontiguousarray(tiles).reshape(-1), start]
+    return [layout(spec).apply(weights), start]
+
+
+def layout(spec: GemmF32) -> Layout:
+    """The order of the packed weights: how (n, k) becomes the first array of `pack`."""
+    panels = spec.panels
+    return Layout((panels.padded, spec.k), (panels.count, panels.width, spec.k), (0, 2, 1))
 
 
 def reference(

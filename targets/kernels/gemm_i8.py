@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
@@ -96,6 +98,7 @@ class GemmI8:
         return self.isa.codes_offset != 0 or self.dot.kind == "pairs"
 
 
+@lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: GemmI8) -> tirx.PrimFunc:
     """The TIR of `spec`.
 
@@ -203,8 +206,7 @@ def pack(
     panels, dot = spec.panels, spec.dot
     padded = np.zeros((panels.padded, spec.groups * dot.group), np.int8)
     padded[: spec.n, : spec.k] = weights
-    tiles = padded.reshape(panels.count, panels.vectors, panels.lanes, spec.groups, dot.group)
-    packed: list[npt.NDArray[np.generic]] = [dot.pack(tiles)]
+    packed: list[npt.NDArray[np.generic]] = [layout(spec).apply(weights)]
     start = dot.column_start(padded, spec.isa.codes_offset)
     if start is not None:
         packed.append(start)
@@ -214,6 +216,13 @@ def pack(
             column[: spec.n] = values
         packed.append(column)
     return packed
+
+
+def layout(spec: GemmI8) -> Layout:
+    """The order of the packed weights: how (n, k) becomes the first array of `pack`."""
+    panels, dot = spec.panels, spec.dot
+    blocks, axes = dot.order(panels.count, panels.vectors, spec.groups)
+    return Layout((panels.padded, spec.groups * dot.group), blocks, axes)
 
 
 def store_codes(isa: Isa, codes: npt.NDArray[np.int8]) -> npt.NDArray[np.generic]:

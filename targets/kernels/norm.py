@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from tvm import tirx
@@ -118,6 +119,7 @@ class NormQuantize:
             quantizer.check(self.width, self.name)
 
 
+@lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: NormQuantize) -> tirx.PrimFunc:
     """The TIR of `spec`."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -253,6 +254,7 @@ class QuantizeRows:
         activation(self.act)
 
 
+@lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: QuantizeRows) -> tirx.PrimFunc:
     """The TIR of `spec`."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):

@@ -71,7 +71,7 @@ def test_unsupported_is_3(cli: Cli, tmp_path: Path) -> None:
 
 def test_an_artifact_for_another_cpu_is_4(cli: Cli, made: Made, tmp_path: Path) -> None:
     def edit(manifest: dict[str, Any], folder: Path) -> None:
-        manifest["target"]["cpu_flags"].append("avx9000")
+        manifest["target"]["variants"][0]["cpu_flags"].append("avx9000")
 
     foreign = edited(made.library, tmp_path / "foreign", edit)
     np.savez(tmp_path / "in.npz", x=np.zeros((1, 32), np.float32))
@@ -98,9 +98,9 @@ def test_damage_is_2(cli: Cli, made: Made, tmp_path: Path) -> None:
         stream.truncate(64)
     assert "weights.bin" in cli("verify", tmp_path / "cut", code=2).stderr
     shutil.copytree(made.library, tmp_path / "altered")
-    with (tmp_path / "altered" / "model.so").open("r+b") as stream:
+    with (tmp_path / "altered" / "model-avx2.so").open("r+b") as stream:
         stream.write(b"\0")
-    assert "model.so" in cli("verify", tmp_path / "altered", code=2).stderr
+    assert "model-avx2.so" in cli("verify", tmp_path / "altered", code=2).stderr
 
 
 def test_wrong_arrays_are_2(cli: Cli, made: Made, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def test_quantize_says_what_it_did(made: Made) -> None:
 
 def test_lower_and_export_say_what_they_wrote(made: Made) -> None:
     assert made.printed["lower"]["target"] == "x86-avx2"
-    assert "avx2" in made.printed["lower"]["cpu_flags"]
+    (variant,) = made.printed["lower"]["variants"]
+    assert "avx2" in variant["cpu_flags"] and variant["library"] == "model-avx2.so" and variant["build_s"] > 0
     assert Path(made.printed["lower"]["artifact"]) == made.library
     assert Path(made.printed["export"]["output"]) == made.onnx
     assert artifact.read(made.onnx).kind == "onnx"
@@ -133,5 +134,5 @@ def kc_unavailable(made: Made) -> str | None:
     """Why the lowered artifact cannot run here, or None."""
     from khtst_compile import cpu
 
-    lacking = cpu.missing(artifact.read(made.library).manifest["target"]["cpu_flags"])
+    lacking = cpu.missing(artifact.read(made.library).manifest["target"]["variants"][0]["cpu_flags"])
     return f"this CPU lacks {', '.join(lacking)}" if lacking else None
