@@ -12,6 +12,7 @@ import khtst_compile.ops  # noqa: F401
 from khtst_compile.capture.export import to_program
 from khtst_compile.capture.shapes import Axis
 from khtst_compile.capture.wrapper import Named
+from khtst_compile.layout import Packed
 from khtst_compile.lower.build import build, export_library
 from khtst_compile.lower.relax import kernel_graph, to_relax
 from khtst_compile.lower.replay import replay
@@ -55,7 +56,8 @@ def test_compiled_layer(tmp_path: Path) -> None:
     assert [t.operator for t in graph.taps] == ["linear", "attention_cached", "linear"]
     lowered = to_relax(graph, target("x86"))
     export_library(build(lowered.module, target("x86")), tmp_path / "library.so")
-    engine = Engine(tmp_path / "library.so", [np.array(w) for w in lowered.weights], 1)
+    weights = [np.array(w.packed if isinstance(w, Packed) else w) for w in lowered.weights]
+    engine = Engine(tmp_path / "library.so", weights, 1)
     for sizes in ((1, 1, 0), (2, 3, 5), (1, 1, 40), (3, 7, 0)):
         given = inputs(*sizes)
         output, *taps = engine.call("taps", [t.numpy() for t in given.values()])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
 
 import khtst_compile as kc
-from khtst_compile import artifact
-from khtst_compile.errors import ArtifactError, ResourceError
+from khtst_compile.errors import ResourceError
 from khtst_compile.lower.plan import _share, _Value
-from khtst_compile.runtime import LIBRARY
 
 Draw = Callable[..., dict[str, np.ndarray]]
 
@@ -105,21 +100,6 @@ def test_a_call_too_large_for_memory_is_refused_and_the_next_one_runs(
         fresh.run(draw(2, 8))
     monkeypatch.undo()
     np.testing.assert_array_equal(fresh.run(draw(1, 8))["output"], want)
-
-
-def test_a_library_of_an_earlier_version_is_refused_in_words(library: Path, tmp_path: Path) -> None:
-    shutil.copytree(library, tmp_path / "a")
-    x = relax.Var("x", relax.TensorType([4], "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        builder.emit_func_output(x)
-    relax.build(builder.get(), target=tvm.target.Target("llvm")).export_library(str(tmp_path / "a" / LIBRARY))
-    manifest = json.loads((tmp_path / "a" / artifact.MANIFEST).read_text())
-    file = tmp_path / "a" / LIBRARY
-    manifest["files"][LIBRARY] = {"sha256": artifact.sha256(file), "bytes": file.stat().st_size}
-    (tmp_path / "a" / artifact.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="lower the quantized artifact again"):
-        kc.load(tmp_path / "a")
 
 
 @pytest.mark.parametrize("seed", range(20))
