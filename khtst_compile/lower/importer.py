@@ -154,6 +154,16 @@ def _gather(node: fx.Node, importer: Any) -> Any:
     return emit(relax.op.gather_elements(x, low, axis=axis))
 
 
+def _index(node: fx.Node, importer: Any) -> Any:
+    """`x[:, i]` with one tensor of indices, clipped: TVM's own take is unchecked."""
+    x, indices = importer.env[node.args[0]], list(node.args[1])  # type: ignore[arg-type]
+    given = [(axis, importer.env[i]) for axis, i in enumerate(indices) if i is not None]
+    if len(given) != 1 or given[0][1].ty.dtype == "bool":
+        return importer._index_tensor(node)
+    axis, index = given[0]
+    return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="clip"))
+
+
 def _select(node: fx.Node, importer: Any) -> Any:
     """`x[..., i, ...]`, without TVM's unchecked take."""
     x, axis, index = importer.env[node.args[0]], int(node.args[1]), node.args[2]  # type: ignore[arg-type]
@@ -170,6 +180,7 @@ CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "clamp.default": _clamp,
     "elu.default": _elu,
     "select.int": _select,
+    "index.Tensor": _index,
     "gather.default": _gather,
     "amax.default": _extreme,
     "amin.default": _extreme,
