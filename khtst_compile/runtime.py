@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,11 @@ import numpy.typing as npt
 from khtst_compile import artifact, cpu
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, UsageError
 from khtst_compile.signature import TensorSpec, check_inputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from khtst_compile.generate import Generation, Options, Prompt
 
 Array = npt.NDArray[Any]
 LIBRARY, WEIGHTS = "model.so", "weights.bin"
@@ -108,6 +113,22 @@ class Artifact:
         offset = int(self.manifest["target"]["codes_offset"])
         taps = zip(self.manifest["taps"], results[count:], strict=True)
         return outputs, [logical(t["kind"], t["features"], r, offset) for t, r in taps]
+
+    def call(self, arrays: list[Array]) -> list[Array]:
+        """As `run`, on arrays in the order of `inputs` and returning those of `outputs`, for callers that know them to fit: unchecked."""
+        return self._engine.call("main", arrays)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+        """Go on with a text, one token at a time, as an iterator of `generate.Step` (its `text` is what the text grew by).
+
+        prompt: a text, token ids, or (batch, tokens) ids of texts of one length. max_new_tokens (128), temperature (0: always the most
+        likely token), top_k (0: all), top_p (1), seed (0): see sampling.Sampling; stop: texts at which to end, which are not shown;
+        ignore_end (False): go on past the model's own end token. Ends earlier where the model has no more positions. Raises UsageError
+        for an artifact that is no language model, carries no tokenizer for a text, or a prompt longer than the model's positions.
+        """
+        from khtst_compile.generate import generate
+
+        return generate(self, prompt, **options)
 
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
