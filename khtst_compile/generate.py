@@ -94,6 +94,18 @@ class Generation(Iterator[Step]):
         self.prompt_tokens, self.new_tokens = int(ids.shape[1]), 0
         self.prefill_s = self.decode_s = 0.0
 
+    def rates(self) -> dict[str, float]:
+        """Counts, seconds and tokens a second (all texts together) so far; 0 where nothing was timed yet."""
+        texts, steps = len(self._ids), self.new_tokens - 1
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            "prefill_tokens_per_s": texts * self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0,
+            "decode_tokens_per_s": texts * steps / self.decode_s if self.decode_s else 0.0,
+        }
+
     def __next__(self) -> Step:
         if self.new_tokens >= self._limit or not self._open.any():
             raise StopIteration

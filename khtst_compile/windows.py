@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 
 from khtst_compile.errors import CalibrationError
 from khtst_compile.samples import Samples, draw, existing_file, read_items
+from khtst_compile.tokens import Detokenizer
 
 if TYPE_CHECKING:
     from khtst_compile.program import Program
@@ -36,44 +38,46 @@ def window_samples(
         raise CalibrationError(f"calibration: both {path} and random samples were asked for; needed: one of them")
     if random:
         log.warning("calibrating on random inputs: ranges will not be those of real data, and accuracy will suffer")
-        found, source = _random(limit or 256, length, vocabulary(program), seed), f"random (seed {seed}), not real data"
+        found, source = _random(limit or 256, length, Vocabulary.of(program).size, seed), f"random (seed {seed}), not real data"
     else:
-        file = existing_file(path)
-        found, source = read_windows(file, program, length, limit, seed), str(file)
+        found, source = read_windows(Vocabulary.of(program), path, length, limit, seed), str(path)
     return Samples(len(found), source, random, lambda: batches(program, found))
 
 
-def read_windows(file: Path, program: Program, length: int, limit: int | None, seed: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class Vocabulary:
+    """size: how many tokens there are; tokenizer: folder with tokenizer.json, or None; end: the token between texts, or None."""
+
+    size: int
+    tokenizer: Path | None
+    end: int | None
+
+    @staticmethod
+    def of(program: Program) -> Vocabulary:
+        folder = program.meta.get("tokenizer")
+        ends = program.meta.get("end_tokens") or [None]
+        return Vocabulary(int(program.outputs[0].shape[-1]), Path(folder) if folder else None, ends[0])
+
+    def encoder(self, file: Path) -> Encode:
+        """Text -> ids. Raises CalibrationError naming `file`, which holds texts, where there is no tokenizer."""
+        if self.tokenizer is None or not (self.tokenizer / "tokenizer.json").is_file():
+            raise CalibrationError(
+                f"{file}: holds texts, but the model came without tokenizer.json; give token ids as .npz, or add the file"
+            )
+        return Detokenizer(self.tokenizer / "tokenizer.json").encode
+
+
+def read_windows(words: Vocabulary, path: str | Path | None, length: int, limit: int | None, seed: int) -> list[list[int]]:
     """Windows of at most `length` tokens from texts or from an array of ids, at most `limit`. Raises CalibrationError for none."""
+    file = existing_file(path)
     if file.suffix in (".npz", ".npy"):
-        found = draw(iter(_from_array(file, vocabulary(program), length)), limit, seed)
+        found = draw(iter(_from_array(file, words.size, length)), limit, seed)
     else:
-        encode = _encoder(file, program)
         texts = (t for t in read_items(file) if isinstance(t, str))
-        separator = (program.meta.get("end_tokens") or [None])[0]
-        found = draw(join(texts, encode, separator, length), limit, seed)
+        found = draw(join(texts, words.encoder(file), words.end, length), limit, seed)
     if not found:
         raise CalibrationError(f"{file}: holds no text of two tokens or more; needed: at least one")
     return found
-
-
-def vocabulary(program: Program) -> int:
-    """How many tokens there are."""
-    return int(program.outputs[0].shape[-1])
-
-
-def _encoder(file: Path, program: Program) -> Encode:
-    folder = program.meta.get("tokenizer")
-    if not folder or not (Path(folder) / "tokenizer.json").is_file():
-        raise CalibrationError(
-            f"{file}: holds texts, but the model came without tokenizer.json; give token ids as .npz, or add the file"
-        )
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return lambda text: list(tokenizer.encode(text).ids)
 
 
 def join(texts: Iterable[str], encode: Encode, separator: int | None, length: int) -> Iterator[list[int]]:
