@@ -31,6 +31,7 @@ def cpu_kernels(isa: Isa) -> dict[str, tuple[KernelRule, ...]]:
         "khtst.w8a8_gemm": (partial(w8a8_gemm, isa),),
         "khtst.linear": (partial(linear, isa),),
         "khtst.attention": (partial(attend, isa),),
+        "khtst.attention_cached": (partial(attend_cached, isa),),
     }
 
 
@@ -123,16 +124,34 @@ def linear(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
 
 def attend(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     q, k, v, mask, heads, kv_heads, head_dim, offsets, scale, causal = node.args
-    h, g, d = int(heads), int(kv_heads), int(head_dim)  # type: ignore[arg-type]
-    widths = [int(t.meta["val"].shape[2]) for t in (q, k, v)]  # type: ignore[union-attr]
-    first, second, third = (attention.Operand(w, int(o)) for w, o in zip(widths, offsets, strict=True))  # type: ignore[arg-type]
+    return _attention(isa, (q, k, v), (), mask, (heads, kv_heads, head_dim), offsets, scale, bool(causal))
+
+
+def attend_cached(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    q, k, v, past_k, past_v, mask, heads, kv_heads, head_dim, scale, offsets = node.args
+    return _attention(isa, (q, k, v), (past_k, past_v), mask, (heads, kv_heads, head_dim), offsets, scale, True)
+
+
+def _attention(
+    isa: Isa,
+    qkv: tuple[Any, ...],
+    cache: tuple[Any, ...],
+    mask: Any,
+    sizes: tuple[Any, ...],
+    offsets: Any,
+    scale: Any,
+    causal: bool,
+) -> KernelCall:
+    h, g, d = (int(n) for n in sizes)
+    q, k, v = (attention.Operand(int(t.meta["val"].shape[2]), int(o)) for t, o in zip(qkv, offsets, strict=True))
     seen = _mask(mask)
-    spec = attention.Attention(isa, h, d, float(scale), first, second, third, g, seen, bool(causal))  # type: ignore[arg-type]
-    places = "_".join(f"{o.row}p{o.offset}" for o in (first, second, third))
+    spec = attention.Attention(isa, h, d, float(scale), q, k, v, g, seen, causal, bool(cache))
+    places = "_".join(f"{o.row}p{o.offset}" for o in (q, k, v))
     shown = f"{seen.dtype[0]}{int(seen.batch)}{int(seen.head)}{int(seen.query)}" if seen else "n"
-    number = f"{float(scale):.7g}".replace(".", "d").replace("-", "m").replace("+", "")  # type: ignore[arg-type]
-    key = f"attention_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"
-    return KernelCall(attention.prim_func(spec), key, (q, k, v, *([mask] if seen else [])), ((h * d, "float32"),))  # type: ignore[arg-type]
+    number = f"{spec.scale:.7g}".replace(".", "d").replace("-", "m").replace("+", "")
+    key = f"attention{'_cached' if cache else ''}_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"
+    operands = (*qkv, *cache, *([mask] if seen else []))
+    return KernelCall(attention.prim_func(spec), key, operands, ((h * d, "float32"),))
 
 
 def _mask(mask: Any) -> attention.Mask | None:

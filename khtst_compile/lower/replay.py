@@ -35,6 +35,7 @@ FLOAT_BUDGETS = {
     "norm": (-115.0, "another order of float32 sums; a few ulp of the row"),
     "norm_quantize": (-115.0, "another order of float32 sums; a few ulp of the row"),
     "attention": (-105.0, "exp as a polynomial, another order of float32 sums"),
+    "attention_cached": (-105.0, "exp as a polynomial, another order of float32 sums"),
     "linear": (-105.0, "another order of float32 sums over the input features"),
 }
 

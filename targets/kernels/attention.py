@@ -1,9 +1,9 @@
 """Attention in float32: softmax(scale * Q K^T + mask) V, read in place from whatever projections produced.
 
-A task is one head of one batch entry and up to 256 queries. It packs K transposed in panels of 16 keys, [key / 16][d][16], and
-V in panels of 16 features, [d / 16][key][16]; then a few query rows at a time: scores, softmax in place, values, in the order
-that `attention_spec.py` writes down. No order depends on the tile, on other rows or on the number of threads: the bits are
-the same on every machine.
+A task is one key/value head of one batch entry and up to 256 rows: queries of all heads that read it. Block by block of keys it packs
+K transposed in panels of 16 keys, [key / 16][d][16], and V in panels of 16 features, [d / 16][key][16]; then a few rows at a time:
+scores, powers in place, values, in the order that `attention_spec.py` writes down. No order depends on the tile, on other rows or on
+the number of threads: the bits are the same on every machine. Scratch has one size for all lengths.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from khtst_compile.targets.kernels.attention_pack import Task, key_bias, pack_keys, pack_values, row_bias
+from khtst_compile.targets.kernels.attention_pack import Block, Task, key_bias, pack_keys, pack_values, row_bias
 from khtst_compile.targets.kernels.attention_spec import Attention, Mask, Operand, reference
-from khtst_compile.targets.kernels.rows import each_vector, fixed, round_up, save
-from khtst_compile.targets.kernels.softmax import exp_nonpositive
+from khtst_compile.targets.kernels.rows import each_vector, fixed, load, round_up, save
+from khtst_compile.targets.kernels.softmax import LOG2_E, exp2_nonpositive
 from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,
     across,
+    ceil,
     f32,
     fma,
     keep,
+    mul,
     small,
     span,
     splat,
@@ -35,8 +37,8 @@ from khtst_compile.targets.kernels.vec import (
 
 __all__ = ["Attention", "Mask", "Operand", "prim_func", "reference"]
 
-_QUERIES = 256
-"""Queries of one task: packing K and V again for the next ones costs little then."""
+_ROWS = 256
+"""Rows of one task: packing K and V again for the next ones costs little then."""
 
 
 def prim_func(spec: Attention) -> tirx.PrimFunc:
@@ -44,35 +46,56 @@ def prim_func(spec: Attention) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(spec.name)
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
-        batch, queries, keys = (tirx.Var(n, "int64") for n in ("b", "q_length", "k_length"))
-        flat = _arguments(spec, batch, queries, keys)
-        chunks = T.Bind(T.ceildiv(queries, T.int64(_QUERIES)))
-        tasks = T.Bind(batch * spec.heads * chunks)
+        batch, queries = (tirx.Var(n, "int64") for n in ("b", "q_length"))
+        new = queries if spec.cached else tirx.Var("k_length", "int64")
+        past = tirx.Var("past", "int64") if spec.cached else T.int64(0)
+        flat = _arguments(spec, batch, queries, new, past)
+        chunks = T.Bind(T.ceildiv(queries * spec.sharing, T.int64(_ROWS)))
+        tasks = T.Bind(batch * spec.groups * chunks)
 
-        def task(index: Expr) -> None:
-            chunk = fixed(index % chunks)
-            pair = fixed(index // chunks)
-            _task(spec, flat, fixed(pair // spec.heads), fixed(pair % spec.heads), chunk * _QUERIES, queries, keys)
+        def scratch(size: int) -> Expr:
+            return T.alloc_buffer((size,), "float32", scope="global")
 
         loop = T.parallel if spec.parallel else T.serial
         with loop(T.int64(0), tasks) as index:
-            task(index)
+            pair = fixed(index // chunks)
+            task = Task(
+                flat=flat,
+                batch=batch,
+                queries=queries,
+                keys=fixed(past + new),
+                past=past,
+                b=fixed(pair // spec.groups),
+                kv_head=fixed(pair % spec.groups),
+                first=fixed(index % chunks * _ROWS),
+                keys_packed=scratch(spec.key_block * spec.head_dim),
+                values_packed=scratch(spec.key_block * round_up(spec.head_dim)),
+                scores=scratch(spec.key_block * spec.tiles[0]),
+                bias=scratch(spec.key_block),
+                scaled=scratch(spec.tiles[0] * round_up(spec.head_dim)),
+                tops=scratch(_ROWS),
+                sums=scratch(_ROWS * LANES),
+            )
+            _task(spec, task)
     return builder.get()
 
 
-def _arguments(spec: Attention, batch: Expr, queries: Expr, keys: Expr) -> dict[str, Expr]:
+def _arguments(spec: Attention, batch: Expr, queries: Expr, new: Expr, past: Expr) -> dict[str, Expr]:
     shapes: dict[str, tuple[list[Expr], str]] = {
         "q": ([batch, queries, T.int64(spec.q.row)], "float32"),
-        "k": ([batch, keys, T.int64(spec.k.row)], "float32"),
-        "v": ([batch, keys, T.int64(spec.v.row)], "float32"),
+        "k": ([batch, new, T.int64(spec.k.row)], "float32"),
+        "v": ([batch, new, T.int64(spec.v.row)], "float32"),
     }
+    if spec.cached:
+        cache: list[Expr] = [past, batch, T.int64(spec.groups * spec.head_dim)]
+        shapes |= {"past_k": (cache, "float32"), "past_v": (cache, "float32")}
     if spec.mask is not None:
         one = T.int64(1)
         dims = [
             batch if spec.mask.batch else one,
             T.int64(spec.heads) if spec.mask.head else one,
             queries if spec.mask.query else one,
-            keys,
+            past + new if spec.cached else new,
         ]
         shapes["mask"] = (dims, spec.mask.dtype)
     shapes["out"] = ([batch, queries, T.int64(spec.heads * spec.head_dim)], "float32")
@@ -86,129 +109,174 @@ def _arguments(spec: Attention, batch: Expr, queries: Expr, keys: Expr) -> dict[
     return flat
 
 
-def _task(spec: Attention, flat: dict[str, Expr], b: Expr, h: Expr, first: Expr, queries: Expr, keys: Expr) -> None:
-    """One head of one batch entry, queries from `first` on."""
-    d = spec.head_dim
-    kv_head = fixed(h // (spec.heads // spec.groups))
-    panels = fixed(T.ceildiv(keys, T.int64(LANES)))
-    rows = fixed(T.min(T.int64(_QUERIES), queries - first))
-    mask_base: Expr = T.int64(0)
-    if spec.mask is not None:
-        mask_base = (b if spec.mask.batch else 0) * (spec.heads if spec.mask.head else 1) + (h if spec.mask.head else 0)
-        mask_base = mask_base * (queries if spec.mask.query else 1) * keys
-
-    # TVM hoists allocations, so their sizes may only use the kernel's own dimensions.
-    length = T.ceildiv(keys, T.int64(LANES)) * LANES
-
-    def scratch(size: Expr) -> Expr:
-        memory = T.alloc_buffer((size,), "float32", scope="global")
-        return T.decl_buffer((size,), "float32", data=memory.data)
-
-    task = Task(
-        flat=flat,
-        keys=keys,
-        panels=panels,
-        q_base=fixed(b * queries * spec.q.row + h * d + spec.q.offset),
-        k_base=fixed(b * keys * spec.k.row + kv_head * d + spec.k.offset),
-        v_base=fixed(b * keys * spec.v.row + kv_head * d + spec.v.offset),
-        out_base=fixed(b * queries * (spec.heads * d) + h * d),
-        mask_base=fixed(mask_base),
-        keys_packed=scratch(length * d),
-        values_packed=scratch(keys * round_up(d)),
-        scores=scratch(length * spec.tiles[0]),
-        bias=scratch(length),
-    )
-    pack_keys(spec, task)
-    pack_values(spec, task)
-    key_bias(spec, task)
-    done: Expr = first
-    left: Expr = rows
-    for size in spec.tiles:
-        count = fixed(left // size)
-        start = fixed(done)
-        with T.serial(T.int64(0), count) as i:
-            _tile(spec, task, fixed(start + i * size), size)
-        done, left = fixed(start + count * size), fixed(left - count * size)
+def _task(spec: Attention, task: Task) -> None:
+    """All rows of the task, block by block of keys."""
+    rows = fixed(T.min(T.int64(_ROWS), task.queries * spec.sharing - task.first))
+    seen = fixed(_seen(spec, task, rows - 1))
+    with T.serial(T.int64(0), rows) as r:
+        T.buffer_store(task.tops, T.float32(-np.inf), [r])
+        store(task.sums, f32(0.0), r * LANES)
+    # Without any key one empty block writes the zeros.
+    with T.serial(T.int64(0), T.max(T.int64(1), T.ceildiv(seen, T.int64(spec.key_block)))) as step:
+        start = fixed(step * spec.key_block)
+        count = fixed(T.min(T.int64(spec.key_block), seen - start))
+        block = Block(start, count, fixed(T.ceildiv(count, T.int64(LANES))))
+        pack_keys(spec, task, block)
+        pack_values(spec, task, block)
+        key_bias(spec, task, block)
+        done: Expr = T.int64(0)
+        left: Expr = rows
+        for size in spec.tiles:
+            tiles = fixed(left // size)
+            begin = fixed(done)
+            with T.serial(T.int64(0), tiles) as i:
+                _tile(spec, task, block, fixed(begin + i * size), size)
+            done, left = fixed(begin + tiles * size), fixed(left - tiles * size)
 
 
-def _tile(spec: Attention, task: Task, row: Expr, size: int) -> None:
-    """`size` query rows from `row` on."""
-    stride = fixed(task.panels * LANES)
-    seen, panels = task.keys, task.panels
-    if spec.causal:
-        seen = T.Bind(T.min(task.keys, row + size))
-        panels = T.Bind(T.ceildiv(seen, T.int64(LANES)))
-    if spec.rows_differ:
+def _seen(spec: Attention, task: Task, r: Expr) -> Expr:
+    """How many keys row `first + r` sees, masks aside: they are the first ones."""
+    if not spec.causal:
+        return task.keys
+    return T.min(task.keys, task.past + (task.first + r) // spec.sharing + 1)
+
+
+def _tile(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> None:
+    """`size` rows from the task's `row` on against one block of keys."""
+    seen = fixed(_seen(spec, task, row + (size - 1)))
+    count = fixed(T.min(block.count, seen - block.start))
+    part = Block(block.start, count, fixed(T.ceildiv(count, T.int64(LANES))))
+    last = T.Bind(seen <= block.start + spec.key_block)
+
+    def body() -> None:
+        shrink = T.alloc_buffer((size,), "float32", scope="global")
         with T.serial(T.int64(0), T.int64(size)) as i:
-            row_bias(spec, task, row + i, T.Bind(i * stride), panels)
-    peaks = T.alloc_buffer((size * LANES,), "float32", scope="global")
-    inverse = T.alloc_buffer((size,), "float32", scope="global")
-    _scores(spec, task, row, size, stride, panels, peaks)
-    with T.serial(T.int64(0), T.int64(size)) as i:
-        _softmax(task, T.Bind(i * stride), panels, T.Bind(peaks[span(i * LANES)]), lambda v: T.buffer_store(inverse, v, [i]))
-    each_vector(spec.head_dim, lambda off, valid: _values(spec, task, row, size, stride, seen, inverse, off, valid))
+            _scaled_query(spec, task, fixed(task.first + row + i), i)
+            if spec.rows_differ:
+                row_bias(spec, task, part, fixed(task.first + row + i), fixed(i * spec.key_block))
+        _scores(spec, task, part, row, size)
+        with T.serial(T.int64(0), T.int64(size)) as i:
+            _powers(task, part, fixed(i * spec.key_block), fixed(row + i), lambda v: T.buffer_store(shrink, v, [i]))
+        each_vector(spec.head_dim, lambda off, valid: _values(spec, task, part, row, size, shrink, last, off, valid))
+
+    if not spec.causal:
+        body()
+        return
+    with T.If(T.Or(T.EQ(block.start, T.int64(0)), block.start < seen)), T.Then():
+        body()
 
 
-def _scores(spec: Attention, task: Task, row: Expr, size: int, stride: Expr, panels: Expr, peaks: Expr) -> None:
-    """s of `size` rows and all their keys, and the lanewise maxima of each row."""
-    d, q = spec.head_dim, task.flat["q"]
-    start = fixed(task.q_base + row * spec.q.row)
-    for i in range(size):
-        store(peaks, f32(-np.inf), i * LANES)
-    with T.serial(T.int64(0), panels) as j:
+def _scaled_query(spec: Attention, task: Task, row: Expr, i: Expr) -> None:
+    """q * scale * log2(e) of one row into the tile: scores come out in units of log2."""
+    start = fixed((task.b * task.queries + row // spec.sharing) * spec.q.row + spec.q.offset + _column(spec, task, row))
+    factor = f32(spec.scale * LOG2_E)
+
+    def body(off: Expr, valid: int) -> None:
+        store(task.scaled, mul(load(task.flat["q"], start + off, valid), factor), i * round_up(spec.head_dim) + off)
+
+    each_vector(spec.head_dim, body)
+
+
+def _column(spec: Attention, task: Task, row: Expr) -> Expr:
+    """Where the head of a row begins in a row of Q or of the result."""
+    return (task.kv_head * spec.sharing + row % spec.sharing) * spec.head_dim
+
+
+def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> None:
+    """Scores of `size` rows and the keys of the block, -inf where a key is not seen."""
+    pitch = round_up(spec.head_dim)
+    additive = spec.mask is not None and spec.mask.dtype == "float32"
+
+    def panel(j: Expr, diagonal: bool) -> None:
         acc = [small() for _ in range(size)]
-        for a in acc:
-            store(a, f32(0.0), 0)
-        with T.serial(T.int64(0), T.int64(d)) as c:
-            key = T.Bind(task.keys_packed[span((j * d + c) * LANES)])
-            for i, a in enumerate(acc):
-                store(a, fma(splat(q[start + i * spec.q.row + c]), key, a[span(0)]), 0)
+
+        def bias(i: int) -> Expr:
+            at = i * spec.key_block + j * LANES
+            return task.scores[span(at)] if spec.rows_differ else task.bias[span(j * LANES)]
+
         for i, a in enumerate(acc):
-            at = i * stride + j * LANES
-            bias = task.scores[span(at)] if spec.rows_differ else task.bias[span(j * LANES)]
-            s = T.Bind(fma(a[span(0)], f32(spec.scale), bias))
-            store(task.scores, s, at)
-            store(peaks, T.max(peaks[span(i * LANES)], s), i * LANES)
+            # 0 and -inf may as well be what the sum starts from; another bias is added to its result, rounded once.
+            store(a, f32(0.0) if additive else bias(i), 0)
+        with T.serial(T.int64(0), T.int64(spec.head_dim)) as c:
+            key = T.Bind(task.keys_packed[span((j * spec.head_dim + c) * LANES)])
+            for i, a in enumerate(acc):
+                store(a, fma(splat(task.scaled[i * pitch + c]), key, a[span(0)]), 0)
+        for i, a in enumerate(acc):
+            s = T.Bind(a[span(0)] + bias(i)) if additive else a[span(0)]
+            if diagonal:
+                position = T.cast(_seen(spec, task, row + i) - block.start - j * LANES, "int32")
+                s = T.Select(T.ramp(T.int32(0), 1, LANES) < splat(position), s, f32(-np.inf))
+            store(task.scores, s, i * spec.key_block + j * LANES)
+
+    whole = block.panels
+    if spec.causal:  # panels that all rows see in full
+        whole = fixed(T.max(T.int64(0), T.min(block.panels, (_seen(spec, task, row) - block.start) // LANES)))
+    with T.serial(T.int64(0), whole) as j:
+        panel(j, False)
+    if spec.causal:
+        with T.serial(whole, block.panels) as j:
+            panel(j, True)
 
 
-def _softmax(task: Task, at: Expr, panels: Expr, peak: Expr, done: Callable[[Expr], None]) -> None:
-    """Scores of one row to powers, in place; done(1 / sum), 0 for a row that sees no key."""
-    top = T.Bind(across(peak, T.max))
-    # Where nothing is seen, the powers must be e^-inf = 0 and not e^(-inf + inf).
-    top = T.Bind(T.Select(T.EQ(top, f32(-np.inf)), f32(0.0), top))
+def _powers(task: Task, block: Block, at: Expr, row: Expr, done: Callable[[Expr], None]) -> None:
+    """Scores of one row to powers, in place; its top and its sums move on; done(what earlier sums are multiplied by)."""
+    peak = small()
+    store(peak, f32(-np.inf), 0)
+    with T.serial(T.int64(0), block.panels) as j:
+        store(peak, T.max(peak[span(0)], task.scores[span(at + j * LANES)]), 0)
+    old = T.Bind(splat(task.tops[row]))
+    top = keep(T.max(old, ceil(across(peak[span(0)], T.max))))
+    # Where nothing is seen, the powers must be 2^-inf = 0 and not 2^(-inf + inf).
+    finite = keep(T.Select(T.EQ(top, f32(-np.inf)), f32(0.0), top))
+    shrink = keep(exp2_nonpositive(T.Bind(old - finite)))
     total = small()
-    store(total, f32(0.0), 0)
-    with T.serial(T.int64(0), panels) as j:
-        p = exp_nonpositive(T.Bind(task.scores[span(at + j * LANES)] - top))
+    store(total, mul(task.sums[span(row * LANES)], shrink), 0)
+    with T.serial(T.int64(0), block.panels) as j:
+        p = exp2_nonpositive(T.Bind(task.scores[span(at + j * LANES)] - finite))
         store(task.scores, p, at + j * LANES)
         store(total, total[span(0)] + p, 0)
-    sums = T.Bind(sum_across(keep(total[span(0)])))
-    inverse = T.Select(T.EQ(sums, f32(0.0)), f32(0.0), f32(1.0) / sums)
+    store(task.sums, total[span(0)], row * LANES)
     first = small()
-    store(first, inverse, 0)
+    store(first, top, 0)
+    T.buffer_store(task.tops, first[0], [row])
+    store(first, shrink, 0)
     done(first[0])
 
 
 def _values(
     spec: Attention,
     task: Task,
+    block: Block,
     row: Expr,
     size: int,
-    stride: Expr,
-    seen: Expr,
-    inverse: Expr,
+    shrink: Expr,
+    last: Expr,
     off: Expr,
     valid: int,
 ) -> None:
-    """16 columns of the result of `size` rows."""
+    """16 columns of the result of `size` rows: what is there shrinks, the block's values are added; after the last block, divided."""
+    out = task.flat["out"]
     acc = [small() for _ in range(size)]
-    for a in acc:
-        store(a, f32(0.0), 0)
-    panel = T.Bind(off * task.keys)
-    with T.serial(T.int64(0), seen) as key:
+    places = []
+    for i in range(size):
+        r = T.Bind(task.first + row + i)
+        line = (task.b * task.queries + r // spec.sharing) * (spec.heads * spec.head_dim)
+        places.append(fixed(line + _column(spec, task, r) + off))
+    with T.If(T.EQ(block.start, T.int64(0))):
+        with T.Then():
+            for a in acc:
+                store(a, f32(0.0), 0)
+        with T.Else():
+            for i, a in enumerate(acc):
+                store(a, mul(load(out, places[i], valid), splat(shrink[i])), 0)
+    panel = T.Bind(off * spec.key_block)
+    with T.serial(T.int64(0), block.count) as key:
         value = T.Bind(task.values_packed[span(panel + key * LANES)])
         for i, a in enumerate(acc):
-            store(a, fma(splat(task.scores[i * stride + key]), value, a[span(0)]), 0)
-    width = spec.heads * spec.head_dim
+            store(a, fma(splat(task.scores[i * spec.key_block + key]), value, a[span(0)]), 0)
+    with T.If(last), T.Then():
+        for i, a in enumerate(acc):
+            sums = T.Bind(sum_across(keep(task.sums[span((row + i) * LANES)])))
+            store(a, a[span(0)] * T.Select(T.EQ(sums, f32(0.0)), f32(0.0), f32(1.0) / sums), 0)
     for i, a in enumerate(acc):
-        save(task.flat["out"], a[span(0)] * splat(inverse[i]), task.out_base + (row + i) * width + off, valid)
+        save(out, a[span(0)], places[i], valid)

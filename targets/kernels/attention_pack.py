@@ -1,4 +1,4 @@
-"""What an attention task prepares before it multiplies: K and V in panels, and the masks as what is added to scores."""
+"""What an attention task prepares before it multiplies: K and V of a block in panels, and the masks as what is added to scores."""
 
 from __future__ import annotations
 
@@ -9,131 +9,190 @@ from tvm.tirx.script import builder as T
 
 from khtst_compile.targets.kernels.attention_spec import Attention, Mask
 from khtst_compile.targets.kernels.rows import each_vector, fixed
-from khtst_compile.targets.kernels.vec import LANES, Expr, f32, lanes_of, shuffle2, span, splat, store
+from khtst_compile.targets.kernels.softmax import LOG2_E
+from khtst_compile.targets.kernels.vec import LANES, Expr, at_least, f32, lanes_of, mul, shuffle2, span, splat, store
 
-_BLOCK = 8
-"""Side of the blocks in which K is transposed: 8 registers of 8 lanes."""
+_SIDE = 8
+"""Side of the squares in which K is transposed: 8 registers of 8 lanes."""
 
 
 @dataclass
 class Task:
-    """Expressions of the task being emitted: flat buffers, lengths (int64), offsets, scratch."""
+    """Expressions of the task being emitted: flat buffers, lengths and offsets (int64), scratch.
+
+    first:  first of the task's rows; row r is query r // sharing of query head kv_head * sharing + r % sharing.
+    past:   keys that come from the cache; 0 without one.
+    """
 
     flat: dict[str, Expr]
+    batch: Expr
+    queries: Expr
     keys: Expr
-    panels: Expr
-    q_base: Expr
-    k_base: Expr
-    v_base: Expr
-    out_base: Expr
-    mask_base: Expr
+    past: Expr
+    b: Expr
+    kv_head: Expr
+    first: Expr
     keys_packed: Expr
     values_packed: Expr
     scores: Expr
     bias: Expr
+    scaled: Expr
+    tops: Expr
+    sums: Expr
 
 
-def pack_keys(spec: Attention, task: Task) -> None:
-    """K (keys, d) to [key / 16][d][16]; keys past the end are zeros."""
-    d, k, packed = spec.head_dim, task.flat["k"], task.keys_packed
-    wide = d - d % _BLOCK
+@dataclass
+class Block:
+    """The keys of one step of the running softmax: `count` of them from `start` on, in `panels` of 16 (int64)."""
+
+    start: Expr
+    count: Expr
+    panels: Expr
+
+
+@dataclass
+class _Segment:
+    """Consecutive keys of a block that lie in one tensor: keys low..high of the block; key 0 would lie at `base`."""
+
+    buffer: Expr
+    base: Expr
+    row: Expr
+    low: Expr
+    high: Expr
+
+
+def _segments(spec: Attention, task: Task, block: Block, what: str) -> list[_Segment]:
+    """The parts of a block's K or V ("k", "v"): those of the cache, those of this call."""
+    operand = spec.k if what == "k" else spec.v
+    column = task.kv_head * spec.head_dim
+    split: Expr = T.int64(0)
+    parts = []
+    if spec.cached:
+        split = fixed(T.max(T.int64(0), T.min(block.count, task.past - block.start)))
+        row = fixed(task.batch * (spec.groups * spec.head_dim))
+        base = fixed(task.b * (spec.groups * spec.head_dim) + column + block.start * row)
+        parts.append(_Segment(task.flat[f"past_{what}"], base, row, T.int64(0), split))
+    length = task.keys - task.past
+    base = fixed((task.b * length + block.start - task.past) * operand.row + column + operand.offset)
+    parts.append(_Segment(task.flat[what], base, T.int64(operand.row), split, block.count))
+    return parts
+
+
+def pack_keys(spec: Attention, task: Task, block: Block) -> None:
+    """K of a block to [key / 16][d][16]; what fills the last panel is some key of the block, and masked."""
+    for part in _segments(spec, task, block, "k"):
+        with T.If(part.low < part.high), T.Then():
+            _pack_keys(spec, task.keys_packed, part)
+
+
+def _pack_keys(spec: Attention, packed: Expr, part: _Segment) -> None:
+    d = spec.head_dim
+    wide = d - d % _SIDE
 
     def at(key: Expr, column: Expr) -> Expr:
-        return T.Bind((key // LANES * d + column) * LANES + key % LANES)
+        return (key // LANES * d + column) * LANES + key % LANES
 
-    whole = T.Bind(task.keys // _BLOCK)
-    with T.serial(T.int64(0), whole) as block:
-        key = T.Bind(block * _BLOCK)
+    begin = fixed(T.min(part.high, T.ceildiv(part.low, T.int64(_SIDE)) * _SIDE))
+    with T.serial(part.low, begin) as key, T.serial(T.int64(0), T.int64(d)) as column:
+        T.buffer_store(packed, part.buffer[part.base + key * part.row + column], [at(key, column)])
+    end = T.Bind(T.ceildiv(part.high, T.int64(LANES)) * (LANES // _SIDE))
+    with T.serial(T.ceildiv(begin, T.int64(_SIDE)), end) as square:
+        key = T.Bind(square * _SIDE)
+        last = T.Bind(part.high - 1)
+        rows = [fixed(part.base + T.min(key + i, last) * part.row) for i in range(_SIDE)]
         if wide:
-            with T.serial(T.int64(0), T.int64(wide // _BLOCK)) as c:
-                start = T.Bind(task.k_base + key * spec.k.row + c * _BLOCK)
-                rows = [T.Bind(k[span(start + i * spec.k.row, _BLOCK)]) for i in range(_BLOCK)]
-                target = at(key, c * _BLOCK)
-                for i, column in enumerate(_transpose(rows)):
-                    store(packed, column, target + i * LANES)
+            to = fixed(at(key, T.int64(0)))
+            with T.serial(T.int64(0), T.int64(wide // _SIDE)) as c:
+                vectors = [T.Bind(part.buffer[span(row + c * _SIDE, _SIDE)]) for row in rows]
+                for i, column in enumerate(_transpose(vectors)):
+                    store(packed, column, to + (c * _SIDE + i) * LANES)
         if wide < d:
-            with T.serial(T.int64(0), T.int64(_BLOCK)) as i, T.serial(T.int64(wide), T.int64(d)) as column:
-                value = k[task.k_base + (key + i) * spec.k.row + column]
-                T.buffer_store(packed, value, [at(key + i, column)])
-    with T.serial(whole * _BLOCK, task.panels * LANES) as key, T.serial(T.int64(0), T.int64(d)) as column, T.If(key < task.keys):
-        with T.Then():
-            T.buffer_store(packed, k[task.k_base + key * spec.k.row + column], [at(key, column)])
-        with T.Else():
-            T.buffer_store(packed, T.float32(0.0), [at(key, column)])
+            for i, row in enumerate(rows):
+                with T.serial(T.int64(wide), T.int64(d)) as column:
+                    T.buffer_store(packed, part.buffer[row + column], [at(key + i, column)])
 
 
 def _transpose(rows: list[Expr]) -> list[Expr]:
-    """Transpose an 8 x 8 block held in 8 vectors: three stages of exchanges at distance 4, 2, 1."""
+    """Transpose an 8 x 8 square held in 8 vectors: three stages of exchanges at distance 4, 2, 1."""
     for distance in (4, 2, 1):
         out = list(rows)
-        for i in range(_BLOCK):
+        for i in range(_SIDE):
             if not i & distance:
                 a, b = rows[i], rows[i | distance]
-                low = [n if not n & distance else _BLOCK + (n ^ distance) for n in range(_BLOCK)]
-                high = [n ^ distance if not n & distance else _BLOCK + n for n in range(_BLOCK)]
+                low = [n if not n & distance else _SIDE + (n ^ distance) for n in range(_SIDE)]
+                high = [n ^ distance if not n & distance else _SIDE + n for n in range(_SIDE)]
                 out[i], out[i | distance] = T.Bind(shuffle2(a, b, low)), T.Bind(shuffle2(a, b, high))
         rows = out
     return rows
 
 
-def pack_values(spec: Attention, task: Task) -> None:
-    """V (keys, d) to [d / 16][key][16]; features past the end are zeros."""
-    v, packed = task.flat["v"], task.values_packed
+def pack_values(spec: Attention, task: Task, block: Block) -> None:
+    """V of a block to [d / 16][key][16]; features past the end are zeros."""
+    packed = task.values_packed
+    for part in _segments(spec, task, block, "v"):
+        with T.serial(part.low, part.high) as key:
+            start = T.Bind(part.base + key * part.row)
 
-    with T.serial(T.int64(0), task.keys) as key:
-        start = T.Bind(task.v_base + key * spec.v.row)
+            def body(off: Expr, valid: int, start: Expr = start, key: Expr = key, part: _Segment = part) -> None:
+                to = T.Bind(off * spec.key_block + key * LANES)
+                if valid == LANES:
+                    store(packed, part.buffer[span(start + off)], to)
+                    return
+                store(packed, f32(0.0), to)
+                with T.serial(T.int64(0), T.int64(valid)) as i:
+                    T.buffer_store(packed, part.buffer[start + off + i], [to + i])
 
-        def body(off: Expr, valid: int) -> None:
-            to = T.Bind(off * task.keys + key * LANES)
-            if valid == LANES:
-                store(packed, v[span(start + off)], to)
-                return
-            store(packed, f32(0.0), to)
-            with T.serial(T.int64(0), T.int64(valid)) as i:
-                T.buffer_store(packed, v[start + off + i], [to + i])
-
-        each_vector(spec.head_dim, body)
+            each_vector(spec.head_dim, body)
 
 
 def _mask_value(mask: Mask, value: Expr) -> Expr:
-    """What a mask entry adds to a score."""
-    if mask.dtype == "float32":
-        return value
-    if lanes_of(value) == 1:
-        return T.Select(value, T.float32(0.0), T.float32(-np.inf))
-    return T.Select(value, f32(0.0), f32(-np.inf))
+    """What a mask entry, or 16, adds to a score in units of log2: a finite entry never becomes -inf."""
+    lanes = lanes_of(value)
+    none, hidden = f32(0.0, lanes), f32(-np.inf, lanes)
+    if mask.dtype == "bool":
+        return T.Select(value, none, hidden)
+    scaled = at_least(mul(value, f32(LOG2_E, lanes)), f32(float(np.finfo(np.float32).min), lanes))
+    return T.Select(T.EQ(value, hidden), hidden, scaled)
 
 
-def _copy_mask(mask: Mask, task: Task, source: Expr, to: Expr, target: Expr) -> None:
+def _copy_mask(mask: Mask, task: Task, block: Block, source: Expr, to: Expr, target: Expr) -> None:
     """One row of the mask to `target`, -inf beyond the last key."""
     buffer = task.flat["mask"]
-    full = T.Bind(task.keys // LANES)
+    full = T.Bind(block.count // LANES)
     with T.serial(T.int64(0), full) as j:
-        store(target, _mask_value(mask, buffer[span(source + j * LANES)]), to + j * LANES)
-    with T.If(full < task.panels), T.Then():
+        store(target, _mask_value(mask, T.Bind(buffer[span(source + j * LANES)])), to + j * LANES)
+    with T.If(full < block.panels), T.Then():
         store(target, f32(-np.inf), to + full * LANES)
-        with T.serial(full * LANES, task.keys) as j:
-            T.buffer_store(target, _mask_value(mask, buffer[source + j]), [to + j])
+        with T.serial(full * LANES, block.count) as j:
+            entry = T.Bind(buffer[source + j])
+            T.buffer_store(target, _mask_value(mask, entry), [to + j])
 
 
-def key_bias(spec: Attention, task: Task) -> None:
-    """What is added to the scores of every row alike: the mask if it has no query dimension, -inf beyond the last key."""
-    if spec.mask is not None and not spec.mask.query:
-        _copy_mask(spec.mask, task, task.mask_base, T.int64(0), task.bias)
+def _mask_row(spec: Attention, task: Task, block: Block, head: Expr, query: Expr) -> Expr:
+    """Where a block's part of a mask row begins."""
+    mask = spec.mask
+    assert mask is not None
+    row: Expr = task.b if mask.batch else T.int64(0)
+    if mask.head:
+        row = row * spec.heads + head
+    if mask.query:
+        row = row * task.queries + query
+    return fixed(row * task.keys + block.start)
+
+
+def key_bias(spec: Attention, task: Task, block: Block) -> None:
+    """What is added to the scores of every row alike: the mask if it is the same for all, -inf beyond the last key."""
+    if spec.mask is not None and not spec.rows_differ:
+        source = _mask_row(spec, task, block, task.kv_head * spec.sharing, T.int64(0))
+        _copy_mask(spec.mask, task, block, source, T.int64(0), task.bias)
         return
-    with T.serial(T.int64(0), task.panels) as j:
+    with T.serial(T.int64(0), block.panels) as j:
         lane_index = T.ramp(j * LANES, 1, LANES)
-        store(task.bias, T.Select(lane_index < splat(task.keys), f32(0.0), f32(-np.inf)), j * LANES)
+        store(task.bias, T.Select(lane_index < splat(block.count), f32(0.0), f32(-np.inf)), j * LANES)
 
 
-def row_bias(spec: Attention, task: Task, row: Expr, to: Expr, panels: Expr) -> None:
-    """The mask of one row into its scores."""
-    if spec.mask is not None and spec.mask.query:
-        _copy_mask(spec.mask, task, fixed(task.mask_base + row * task.keys), to, task.scores)
-        source, base = task.scores, to
-    else:
-        source, base = task.bias, T.int64(0)
-    if spec.causal:
-        with T.serial(T.int64(0), panels) as j:
-            seen = T.ramp(j * LANES, 1, LANES) <= splat(row)
-            store(task.scores, T.Select(seen, source[span(base + j * LANES)], f32(-np.inf)), to + j * LANES)
+def row_bias(spec: Attention, task: Task, block: Block, row: Expr, to: Expr) -> None:
+    """The mask of one row of the task into its scores."""
+    assert spec.mask is not None
+    head, query = task.kv_head * spec.sharing + row % spec.sharing, row // spec.sharing
+    _copy_mask(spec.mask, task, block, _mask_row(spec, task, block, head, query), to, task.scores)

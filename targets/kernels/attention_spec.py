@@ -1,11 +1,21 @@
 """What the attention kernel computes: its options, and the same arithmetic in numpy.
 
-    scores      s[i, j] = fma(dot(q_i, k_j), scale, mask[i, j]),  dot by fma in the order of d, starting at 0
-    softmax     p = exp(s - max s), as in `softmax.py`; the sum in the order of the keys, 16 lanes each
-    values      o[i, d] = (sum_j p[i, j] * v[j, d]) * (1 / sum p),  by fma in the order of j, starting at 0
+Keys are taken in blocks of `key_block` from the first on, with a running maximum (Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018). For a row i and each block, with c = scale * log2(e):
+
+    scores      s[j] = dot(q * c, k_j) + mask[j] * log2(e),  dot by fma in the order of d, starting at 0
+    top         t' = max(t, ceil(max_j s[j])),  t = -inf before the first block; an integer, so that 2^(t - t') is exact
+    powers      p[j] = 2^(s[j] - t'), as in `softmax.py`
+    sum         l = l * 2^(t - t') + sum_j p[j],  16 lanes, each in the order of the keys
+    values      o[d] = o[d] * 2^(t - t') + sum_j p[j] * v[j, d],  by fma in the order of j
+    result      o[d] * (1 / (sum of the lanes of l))
+
+A key that a row does not see has p = 0 and changes nothing, and where a block begins does not depend on the row: a row has the
+same bits alone, in a batch, with padding, and computed with a cache of earlier keys as within the whole sequence.
 
 A row whose scores are all -inf (every key masked out) gives zeros, as torch's scaled_dot_product_attention does; a mask of
-finfo(float32).min gives the mean of the values, as there. The causal mask is aligned top left, as torch's `is_causal`.
+finfo(float32).min gives the mean of the values, as there. The causal mask is aligned top left, as torch's `is_causal`; with
+a cache, the first query stands right after the cached keys.
 """
 
 from __future__ import annotations
@@ -17,8 +27,11 @@ import numpy.typing as npt
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels.softmax import exp_nonpositive_reference, padded, sum_reference
-from khtst_compile.targets.kernels.vec import Floats, fma_reference
+from khtst_compile.targets.kernels.softmax import LOG2_E, exp2_nonpositive_reference, padded
+from khtst_compile.targets.kernels.vec import LANES, Floats, across_reference, fma_reference
+
+_BLOCK_ELEMENTS = 16384
+"""Keys of a block times their features: K and V packed take 128 KiB, a quarter of a usual L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +62,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Attention:
-    """The kernel attention(q, k, v, [mask]) -> out (b, q length, heads * head_dim) float32.
+    """The kernel attention(q, k, v, [past_k, past_v], [mask]) -> out (b, q length, heads * head_dim) float32.
 
     q:  (b, q length, q.row), k and v: (b, k length, row) float32. The same tensor may be given three times.
+    cached:  keys and values of earlier positions are given too, past_k and past_v (past length, b, kv_heads * head_dim) float32.
+        They come before those of k and v; the mask is for all of them; query i of a causal kernel sees the keys up to past length + i.
     heads, kv_heads:  query heads and key/value heads; kv_heads divides heads, query head h reads h // (heads / kv_heads).
     """
 
@@ -65,6 +80,7 @@ class Attention:
     kv_heads: int = 0
     mask: Mask | None = None
     causal: bool = False
+    cached: bool = False
     name: str = "attention"
     parallel: bool = True
 
@@ -86,48 +102,89 @@ class Attention:
         return self.kv_heads or self.heads
 
     @property
+    def sharing(self) -> int:
+        """Query heads that read one key/value head."""
+        return self.heads // self.groups
+
+    @property
+    def key_block(self) -> int:
+        """Keys between two updates of the running maximum, a power of two from 32 to 512: part of the meaning, so of no target."""
+        return 1 << min(9, max(5, (_BLOCK_ELEMENTS // self.head_dim).bit_length() - 1))
+
+    @property
     def tiles(self) -> tuple[int, ...]:
         """Query rows of a tile, largest first.
 
-        6 rows x 16 floats fill 12 of the 16 AVX2 registers. On AVX512 8 rows are enough to cover the latency of its two
-        units; with 12 the pointers to their rows of scores no longer fit the general registers.
+        6 rows x 16 floats fill 12 of the 16 AVX2 registers; on AVX512 8 rows are enough to cover the latency of its two units.
         """
         return (8, 2, 1) if self.isa.registers >= 32 else (6, 2, 1)
 
     @property
     def rows_differ(self) -> bool:
-        """Whether the mask of a row depends on the row."""
-        return self.causal or (self.mask is not None and self.mask.query)
+        """Whether the mask differs between the rows of a task: query heads that share keys, each at every query."""
+        return self.mask is not None and (self.mask.query or (self.mask.head and self.sharing > 1))
 
 
-def reference(spec: Attention, q: Floats, k: Floats, v: Floats, mask: npt.NDArray[np.generic] | None = None) -> Floats:
+def reference(
+    spec: Attention,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    mask: npt.NDArray[np.generic] | None = None,
+    past_k: Floats | None = None,
+    past_v: Floats | None = None,
+) -> Floats:
     """What the kernel computes, to the bit; arguments and result as the kernel's."""
-    parts = []
-    for array, operand, heads in ((q, spec.q, spec.heads), (k, spec.k, spec.groups), (v, spec.v, spec.groups)):
-        used = array[..., operand.offset : operand.offset + heads * spec.head_dim]
-        part = used.reshape(*array.shape[:2], heads, spec.head_dim).transpose(0, 2, 1, 3)
-        parts.append(np.repeat(part, spec.heads // heads, axis=1))
-    queries, keys, values = parts
-    bias = np.zeros((1, 1, 1, k.shape[1]), np.float32)
-    if mask is not None:
-        bias = mask.astype(np.float32) if spec.mask is None or spec.mask.dtype == "float32" else _bias_of(mask)
-    if spec.causal:
-        earlier = np.arange(k.shape[1]) <= np.arange(q.shape[1])[:, None]
-        bias = np.where(earlier, bias, np.float32(-np.inf))
+    factor = np.float32(spec.scale * LOG2_E)
+    queries = _heads_of(spec, q, spec.q, spec.heads) * factor
+    keys, values = (_heads_of(spec, x, o, spec.groups) for x, o in ((k, spec.k), (v, spec.v)))
+    past = 0
+    if past_k is not None and past_v is not None:
+        whole, past = Operand(spec.groups * spec.head_dim), past_k.shape[0]
+        keys = np.concatenate([_heads_of(spec, past_k.swapaxes(0, 1), whole, spec.groups), keys], axis=2)
+        values = np.concatenate([_heads_of(spec, past_v.swapaxes(0, 1), whole, spec.groups), values], axis=2)
+    bias = _bias(spec, mask, q.shape[1], keys.shape[2], past)
+    top = np.full((*queries.shape[:3], 1), -np.inf, np.float32)
+    lanes = np.zeros((*queries.shape[:3], LANES), np.float32)
+    out = np.zeros(queries.shape, np.float32)
     with np.errstate(all="ignore"):
-        dots = np.zeros((*queries.shape[:3], keys.shape[2]), np.float32)
-        for d in range(spec.head_dim):
-            dots = fma_reference(queries[..., d, None], keys[..., None, :, d], dots)
-        s = padded(fma_reference(dots, np.float32(spec.scale), np.broadcast_to(bias, dots.shape)), -np.inf)
-        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        p = exp_nonpositive_reference(s - np.where(np.isneginf(top), np.float32(0), top))
-        sums = sum_reference(p)
-        out = np.zeros(queries.shape, np.float32)
-        for j in range(keys.shape[2]):
-            out = fma_reference(p[..., j, None], values[..., None, j, :], out)
+        for first in range(0, keys.shape[2], spec.key_block):
+            part = slice(first, first + spec.key_block)
+            dots = np.zeros((*queries.shape[:3], keys[:, :, part].shape[2]), np.float32)
+            for d in range(spec.head_dim):
+                dots = fma_reference(queries[..., d, None], keys[..., None, part, d], dots)
+            s = padded(dots + bias[..., part], -np.inf)
+            old, top = top, np.maximum(top, np.ceil(s.max(axis=-1, keepdims=True)))
+            finite = np.where(np.isneginf(top), np.float32(0), top)
+            p, shrink = exp2_nonpositive_reference(s - finite), exp2_nonpositive_reference(old - finite)
+            lanes, out = lanes * shrink, out * shrink
+            for j in range(0, p.shape[-1], LANES):
+                lanes = lanes + p[..., j : j + LANES]
+            for j in range(dots.shape[-1]):
+                out = fma_reference(p[..., j, None], values[..., None, first + j, :], out)
+        sums = across_reference(lanes, np.add)[..., :1]
         out = out * np.where(sums == 0, np.float32(0), np.float32(1) / sums)
     return out.transpose(0, 2, 1, 3).reshape(*q.shape[:2], spec.heads * spec.head_dim)
 
 
-def _bias_of(mask: npt.NDArray[np.generic]) -> Floats:
-    return np.where(mask, np.float32(0), np.float32(-np.inf))
+def _heads_of(spec: Attention, array: Floats, operand: Operand, heads: int) -> Floats:
+    """(b, length, row) -> (b, query heads, length, head_dim)."""
+    used = array[..., operand.offset : operand.offset + heads * spec.head_dim]
+    part = used.reshape(*array.shape[:2], heads, spec.head_dim).transpose(0, 2, 1, 3)
+    return np.repeat(part, spec.heads // heads, axis=1)
+
+
+def _bias(spec: Attention, mask: npt.NDArray[np.generic] | None, queries: int, keys: int, past: int) -> Floats:
+    """What is added to the scores, (b | 1, h | 1, q, keys)."""
+    bias = np.zeros((1, 1, 1, keys), np.float32)
+    if mask is not None and mask.dtype == np.bool_:
+        bias = np.where(mask, np.float32(0), np.float32(-np.inf))
+    elif mask is not None:
+        added = mask.astype(np.float32)
+        with np.errstate(over="ignore"):
+            scaled = np.maximum(added * np.float32(LOG2_E), np.finfo(np.float32).min)
+        bias = np.where(np.isneginf(added), np.float32(-np.inf), scaled)
+    if spec.causal:
+        earlier = np.arange(keys) <= past + np.arange(queries)[:, None]
+        bias = np.where(earlier, bias, np.float32(-np.inf))
+    return np.broadcast_to(bias, (*bias.shape[:2], queries, keys))

@@ -55,13 +55,20 @@ _EXP2 = (
 
 
 def exp_nonpositive(x: Expr) -> Expr:
-    """e^x for x <= 0 (16 float32 lanes): 2^r * 2^n with n + r = x * log2(e).
+    """e^x for x <= 0 (16 float32 lanes), as 2^(x * log2(e)); 0 from x <= -88.03 on, -inf included. NaN stays NaN.
 
-    Exactly 0 from x <= -88.03 on, -inf included: there n = -127 and r = 0, the polynomial is exactly 1, and adding n to its
-    exponent field leaves no bit. NaN stays NaN. Relative error <= 1.7e-7 + |x| * 7.4e-8: the product and
-    log2(e) are rounded.
+    Relative error <= 1.7e-7 + |x| * 7.4e-8: the product and log2(e) are rounded.
     """
-    y = T.Bind(at_least(mul(x, f32(LOG2_E)), f32(_LOWEST)))
+    return exp2_nonpositive(mul(x, f32(LOG2_E)))
+
+
+def exp2_nonpositive(x: Expr) -> Expr:
+    """2^x for x <= 0 (16 float32 lanes): 2^r * 2^n with n + r = x. Relative error <= 1.7e-7; exact where x is an integer.
+
+    Exactly 0 from x <= -127 on, -inf included: there n = -127 and r = 0, the polynomial is exactly 1, and adding n to its
+    exponent field leaves no bit. NaN stays NaN.
+    """
+    y = T.Bind(at_least(x, f32(_LOWEST)))
     # Fenced: TVM's simplifier would cancel (y + c) - c.
     shifted = T.Bind(rounded(y + f32(_ROUND)))
     r = T.Bind(y - T.Bind(shifted - f32(_ROUND)))
@@ -71,8 +78,13 @@ def exp_nonpositive(x: Expr) -> Expr:
 def exp_nonpositive_reference(x: Floats) -> Floats:
     """What `exp_nonpositive` computes: x (...,) float32, <= 0."""
     with np.errstate(all="ignore"):
-        scaled = x * np.float32(LOG2_E)
-        y = np.where(np.float32(_LOWEST) > scaled, np.float32(_LOWEST), scaled)
+        return exp2_nonpositive_reference(x * np.float32(LOG2_E))
+
+
+def exp2_nonpositive_reference(x: Floats) -> Floats:
+    """What `exp2_nonpositive` computes: x (...,) float32, <= 0."""
+    with np.errstate(all="ignore"):
+        y = np.where(np.float32(_LOWEST) > x, np.float32(_LOWEST), x)
         shifted = y + np.float32(_ROUND)
         r = y - (shifted - np.float32(_ROUND))
         power = horner_reference(_EXP2, r).astype(np.float32).view(np.int32) + (shifted.view(np.int32) << 23)

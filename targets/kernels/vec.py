@@ -38,8 +38,8 @@ def lanes_of(value: Expr) -> int:
 
 
 def splat(value: Expr, lanes: int = LANES) -> Expr:
-    """Scalar expression to a vector whose lanes all hold it."""
-    return T.broadcast(value, lanes)
+    """Scalar expression to a vector whose lanes all hold it; the scalar itself for one lane."""
+    return T.broadcast(value, lanes) if lanes > 1 else value
 
 
 def f32(value: float, lanes: int = LANES) -> Expr:
@@ -109,6 +109,11 @@ def mul(a: Expr, b: Expr) -> Expr:
 def rint(value: Expr) -> Expr:
     """Round to the nearest integer, ties to even, as float32."""
     return _intrinsic("rint", value, value)
+
+
+def ceil(value: Expr) -> Expr:
+    """Round up to an integer, as float32; NaN stays NaN."""
+    return _intrinsic("ceil", value, value)
 
 
 def absolute(value: Expr) -> Expr:
