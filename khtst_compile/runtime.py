@@ -179,6 +179,8 @@ def _tasks() -> set[int]:
 
 def _tensor(tvm: Any, array: Array) -> Any:
     """A TVM tensor on the array's own memory (copied only where it is not contiguous, aligned and writable)."""
+    if array.size == 0:
+        return tvm.runtime.empty(array.shape, array.dtype.name)  # an empty array's strides may be anything, and TVM reads them
     if (
         not (array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % artifact.ALIGN == 0)
         or array.dtype == np.bool_

@@ -77,7 +77,7 @@ class Cache:
         self.pasts = pasts
         for past in (p for layer in pasts or () for p in layer):
             # torch.export may keep two symbols for one size, and then no rule can tell that the mask fits every layer.
-            torch._check(past.shape[0] == self.get_seq_length())
+            torch._check(past.shape[0] == self.get_seq_length())  # type: ignore[no-untyped-call]
         self.new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:

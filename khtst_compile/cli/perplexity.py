@@ -20,7 +20,7 @@ from khtst_compile.cli.console import Console, common
 @common
 def command(console: Console, model: Path, data: Path, reference: Path | None, limit: int, max_length: int) -> None:
     """How well MODEL (an artifact of quantize or lower, or a Hugging Face folder) predicts a text."""
-    from khtst_compile.perplexity import perplexity
+    from khtst_compile.evaluate import perplexity
 
     mine, other = perplexity(
         model, data, reference=reference, limit=limit, max_length=max_length, seed=console.seed, threads=console.threads
