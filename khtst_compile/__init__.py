@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from khtst_compile.api import export, inspect, lower, quantize, verify
     from khtst_compile.benchmark import bench
+    from khtst_compile.evaluate import perplexity
     from khtst_compile.runtime import load
 
 __version__ = "0.1.0"
@@ -24,9 +25,10 @@ _PUBLIC = {
     "inspect": "khtst_compile.api",
     "bench": "khtst_compile.benchmark",
     "load": "khtst_compile.runtime",
+    "perplexity": "khtst_compile.evaluate",
 }
 
-__all__ = ["__version__", "bench", "export", "inspect", "integrations", "load", "lower", "quantize", "verify"]
+__all__ = ["__version__", "bench", "export", "inspect", "integrations", "load", "lower", "perplexity", "quantize", "verify"]
 
 
 def __getattr__(name: str) -> Any:

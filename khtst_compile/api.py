@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from khtst_compile import __version__, artifact, cpu
+from khtst_compile import __version__, artifact, cpu, tokens
 from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 Report = Callable[[str], None]
 ProgressFactory = Callable[[int, str], AbstractContextManager[Progress]]
 GOLDEN, ONNX_MODEL = artifact.GOLDEN, artifact.ONNX_MODEL
-PROGRAM, TOKENIZER = "program.pt2", "tokenizer"
+PROGRAM, TOKENIZER = "program.pt2", tokens.FOLDER
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
 KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
@@ -285,10 +285,17 @@ def _golden(program: Any, quantized: Any, samples: Any) -> tuple[dict[str, Array
 
     from khtst_compile.parity import relative_error_db, worst_cosine
 
-    batch = {k: v[:GOLDEN_SAMPLES] for k, v in next(iter(samples)).items()}
+    batch = next(iter(samples))
     with torch.no_grad():
+        if "cache" in program.meta:
+            from khtst_compile.windows import golden as golden_window
+
+            batch = golden_window(program, batch)
+        else:
+            batch = {k: v[:GOLDEN_SAMPLES] for k, v in batch.items()}
         exact, rounded = program.run(batch), quantized.run(batch)
     golden = {f"in/{k}": v.numpy() for k, v in batch.items()}
+    exact = {name: exact[name] for name in program.results()}
     golden |= {f"fp32/{k}": v.numpy() for k, v in exact.items()} | {f"quantized/{k}": v.numpy() for k, v in rounded.items()}
     figures = {}
     for name, value in exact.items():

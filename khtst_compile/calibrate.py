@@ -26,6 +26,7 @@ Batch = dict[str, torch.Tensor]
 # From this many samples on, held-out tokens come from samples of their own; below, tokens are drawn one by one.
 SPLIT_SAMPLES = 8
 WHOLE_SAMPLES = 32  # held-out samples kept whole
+WHOLE_WINDOWS = 8  # the same of a language model, whose windows each have logits at every position
 
 
 @dataclass
@@ -164,20 +165,22 @@ class _Collector:
 
     def _keep_whole(self, batch: Batch, size: int) -> None:
         """Keep the held-out samples of this batch, up to a few in all; none where the model fixes its batch."""
-        left = WHOLE_SAMPLES - sum(len(next(iter(kept.values()))) for kept in self.kept_batches)
-        axis = self.program.inputs[0].shape[:1]
-        if left <= 0 or self.held_samples is None or not axis or any(spec.shape[:1] != axis for spec in self.program.inputs):
+        inputs, cached = self.program.inputs, "cache" in self.program.meta
+        left = (WHOLE_WINDOWS if cached else WHOLE_SAMPLES) - sum(len(kept[inputs[0].name]) for kept in self.kept_batches)
+        axes = self.program.batch_axes()
+        if left <= 0 or self.held_samples is None or not axes or not (cached or len(axes) == len(inputs)):
             return
         mine = [i for i in range(size) if self.seen + i in self.held_samples][:left]
-        if isinstance(axis[0], str) and len(mine) >= max(1, self.program.axes.get(axis[0], (1, 1))[0]):
-            self.kept_batches.append({spec.name: batch[spec.name][mine].clone() for spec in self.program.inputs})
+        if len(mine) >= max(1, self.program.axes.get(str(inputs[0].shape[0]), (1, 1))[0]):
+            self.kept_batches.append(self.program.choose(batch, mine))
 
     def _backward(self, results: Iterable[Any], layout: _Layout) -> None:
         """Push a seeded random projection of the float outputs back through the graph; hooks pick up what arrives at linears."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.batch_number)
         loss: torch.Tensor | None = None
-        for result in results:
-            if not isinstance(result, torch.Tensor) or not result.requires_grad:
+        wanted = set(self.program.results())
+        for spec, result in zip(self.program.outputs, results, strict=True):
+            if spec.name not in wanted or not isinstance(result, torch.Tensor) or not result.requires_grad:
                 continue
             weight = torch.randn(result.shape, generator=generator)
             if layout.mask is not None and result.shape[:2] == layout.mask.shape:

@@ -36,7 +36,7 @@ class Treatment:
 
 
 class OutputError:
-    """Relative squared error of a program's float outputs on a few batches, as a function of how its layers are treated."""
+    """Relative squared error of a program's float results on a few batches, as a function of how its layers are treated."""
 
     def __init__(self, program: Program, linears: Sequence[Linear], batches: Sequence[dict[str, torch.Tensor]]):
         self.program, self.batches = program, batches
@@ -68,6 +68,5 @@ class OutputError:
         ratios = [error[name] / norm[name] for name in error if norm[name] > 0]
         return sum(ratios) / len(ratios) if ratios else 0.0
 
-    @staticmethod
-    def _floats(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: y for name, y in outputs.items() if y.is_floating_point()}
+    def _floats(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: outputs[name] for name in self.program.results() if outputs[name].is_floating_point()}

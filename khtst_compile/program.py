@@ -86,6 +86,23 @@ class Program:
         results = _Runner(self.ep.graph_module, hook).run(*(values[n.name] for n in placeholders(self.graph)))
         return {s.name: r for s, r in zip(self.outputs, results, strict=True)}
 
+    def results(self) -> list[str]:
+        """Names of the outputs that are results; a language model also returns keys and values for its next call."""
+        handed_on = set(self.meta.get("cache", {}).get("new", ()))
+        return [s.name for s in self.outputs if s.name not in handed_on]
+
+    def batch_axes(self) -> dict[str, int] | None:
+        """Input -> its axis of samples, left out where samples share the input; None where the first input has no dynamic one at 0."""
+        name = self.inputs[0].shape[0] if self.inputs[0].shape else None
+        if not isinstance(name, str):
+            return None
+        return {s.name: s.shape.index(name) for s in self.inputs if name in s.shape}
+
+    def choose(self, batch: dict[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
+        """Those samples of a batch, copied; inputs that all samples share as they are."""
+        axes, index = self.batch_axes() or {}, torch.tensor(samples, dtype=torch.int64)
+        return {s.name: batch[s.name].index_select(axes[s.name], index) if s.name in axes else batch[s.name] for s in self.inputs}
+
     def with_stats(self, stats: Stats | None) -> Program:
         return replace(self, stats=stats)
 

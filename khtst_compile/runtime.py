@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,11 @@ from khtst_compile import artifact, cpu, workers
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, ResourceError, UsageError
 from khtst_compile.layout import ALIGN
 from khtst_compile.signature import TensorSpec, check_inputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from khtst_compile.generate import Generation, Options, Prompt
 
 Array = npt.NDArray[Any]
 WEIGHTS = "weights.bin"
@@ -171,12 +176,30 @@ class Artifact:
         taps = zip(self.manifest["taps"], results[count:], strict=True)
         return outputs, [logical(t["kind"], t["features"], r, self._codes_offset) for t, r in taps]
 
+    def call(self, arrays: list[Array]) -> list[Array]:
+        """As `run`, on arrays in the order of `inputs` and returning those of `outputs`, for callers that know them to fit: unchecked."""
+        return self._engine.call("main", arrays)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+        """Go on with a text, one token at a time, as an iterator of `generate.Step` (its `text` is what the text grew by).
+
+        prompt: a text, token ids, or (batch, tokens) ids of texts of one length. max_new_tokens (128), temperature (0: always the most
+        likely token), top_k (0: all), top_p (1), seed (0): see sampling.Sampling; stop: texts at which to end, which are not shown;
+        ignore_end (False): go on past the model's own end token. Ends earlier where the model has no more positions. Raises UsageError
+        for an artifact that is no language model, carries no tokenizer for a text, or a prompt longer than the model's positions.
+        """
+        from khtst_compile.generate import generate
+
+        return generate(self, prompt, **options)
+
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
 
 
 def _tensor(tvm: Any, array: Array) -> Any:
     """A TVM tensor on the array's own memory (copied only where it is not contiguous, aligned and writable)."""
+    if array.size == 0:
+        return tvm.runtime.empty(array.shape, array.dtype.name)  # an empty array's strides may be anything, and TVM reads them
     native = array.dtype.isnative and array.dtype != np.bool_
     if not (native and array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % ALIGN == 0):
         return tvm.runtime.tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))

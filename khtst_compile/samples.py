@@ -51,23 +51,21 @@ def load_samples(
     path: .txt (a text a line), .jsonl (texts, {"text": ...} or {input: array}), .json (list of texts, or an object with such a list
     under "calib" or alone), .npz (input -> array, first axis = samples), .npy (the only input), or a folder-less None with random=True.
     limit: at most so many, drawn by `seed` where there are more; max_length: tokens a text is cut at.
+    A language model with a cache reads texts as one stream of tokens, and `limit` counts windows of it (see windows.py).
     Raises CalibrationError naming file, line and input.
     """
+    if "cache" in program.meta:
+        from khtst_compile.windows import window_samples  # late: it builds on this module
+
+        return window_samples(path, program, limit=limit, max_length=max_length, seed=seed, random=random)
     if random:
         if path is not None:
             raise CalibrationError(f"calibration: both {path} and random samples were asked for; needed: one of them")
         return _random_samples(program, limit or 256, batch, max_length, seed)
-    if path is None:
-        raise CalibrationError("calibration: no file was given; name one, or ask for random samples")
-    file = Path(path)
-    if not file.is_file():
-        raise CalibrationError(f"{file}: there is no such file")
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".json": _read_json}
+    file = existing_file(path)
     if file.suffix in (".npz", ".npy"):
         return _array_samples(file, _open_arrays(file, program), program, limit, batch, seed)
-    if file.suffix not in readers:
-        raise CalibrationError(f"{file}: unknown kind {file.suffix!r}; needed: .txt, .jsonl, .json, .npz or .npy")
-    found = _draw(readers[file.suffix](file), limit, seed)
+    found = draw(read_items(file), limit, seed)
     if not found:
         raise CalibrationError(f"{file}: empty; needed: at least one sample")
     if isinstance(found[0], str):
@@ -75,7 +73,25 @@ def load_samples(
     return _array_samples(file, _stack(file, found, program), program, None, batch, seed)
 
 
-def _draw(items: Iterator[Any], limit: int | None, seed: int) -> list[Any]:
+def existing_file(path: str | Path | None) -> Path:
+    """`path`. Raises CalibrationError where there is no such file."""
+    if path is None:
+        raise CalibrationError("calibration: no file was given; name one, or ask for random samples")
+    file = Path(path)
+    if not file.is_file():
+        raise CalibrationError(f"{file}: there is no such file")
+    return file
+
+
+def read_items(file: Path) -> Iterator[Any]:
+    """The texts (or, from .jsonl, objects) of a file, one by one. Raises CalibrationError naming file and line."""
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".json": _read_json}
+    if file.suffix not in readers:
+        raise CalibrationError(f"{file}: unknown kind {file.suffix!r}; needed: .txt, .jsonl, .json, .npz or .npy")
+    return readers[file.suffix](file)
+
+
+def draw(items: Iterator[Any], limit: int | None, seed: int) -> list[Any]:
     """A uniform sample of `limit` items, in their order (Vitter's algorithm R), holding no more than that."""
     if limit is None:
         return list(items)
@@ -249,7 +265,7 @@ def _array_samples(
     count = counts[names[0]]
     if count == 0:
         raise CalibrationError(f"{file}: empty; needed: at least one sample")
-    order = _draw(iter(range(count)), limit, seed)
+    order = draw(iter(range(count)), limit, seed)
 
     def make() -> Iterator[Batch]:
         for chosen in _groups(order, batch, program, file):

@@ -1,4 +1,4 @@
-"""Texts -> the arrays a lowered text model reads, with the tokenizer an artifact carries. Needs `tokenizers`, never torch."""
+"""Texts -> the arrays a lowered text model reads and back, with the tokenizer an artifact carries. Needs `tokenizers`, never torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from khtst_compile.errors import EnvironmentProblem, UsageError
 
 Array = npt.NDArray[Any]
+FOLDER = "tokenizer"  # inside an artifact
 _PADDING = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
 
 
@@ -59,3 +60,59 @@ class TextEncoder:
             made["attention_mask"][at, : len(row.ids)] = 1
             made["token_type_ids"][at, : len(row.ids)] = row.type_ids
         return {name: made[name] for name in self._names}
+
+
+class Detokenizer:
+    """Text <-> token ids of a language model, with the tokenizer an artifact carries."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise EnvironmentProblem("reading texts needs tokenizers; pip install 'khtst-compile[hf]'") from error
+        self.tokenizer = Tokenizer.from_file(str(file))
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+
+    @staticmethod
+    def find(artifact: Path) -> Detokenizer | None:
+        """That of an artifact folder; None where it carries no tokenizer."""
+        file = artifact / FOLDER / "tokenizer.json"
+        return Detokenizer(file) if file.is_file() else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with those the tokenizer puts at the start of a text."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def writer(self, stops: Sequence[str] = ()) -> Writer:
+        """For one growing text."""
+        return Writer(self.tokenizer, tuple(stops))
+
+
+class Writer:
+    """Token ids, one by one -> text that is final: no half characters, nothing that may yet turn out to begin a stop text."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stops = tokenizer, stops
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held, self._done = "", False
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """What can be shown now, and whether a stop text was reached; it is not shown, nor what follows it."""
+        if self._done:
+            return "", True
+        self._held += self._stream.step(self._tokenizer, token) or ""
+        reached = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if reached:
+            shown, self._held, self._done = self._held[: min(reached)], "", True
+            return shown, True
+        keep = max((n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown, False
+
+    def rest(self) -> str:
+        """What was held back, once nothing more comes."""
+        shown, self._held = self._held, ""
+        return shown

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from khtst_compile.capture.decoder import decoder_signature, end_tokens, prepare
 from khtst_compile.capture.export import fit_examples, to_program
 from khtst_compile.capture.shapes import BATCH, Axis, Range, plan_axes
-from khtst_compile.capture.tasks import Task, infer_task, model_call, read_json
+from khtst_compile.capture.tasks import Call, Task, infer_task, model_call, read_json
 from khtst_compile.capture.wrapper import Named
 from khtst_compile.errors import CaptureError, EnvironmentProblem, UsageError
 from khtst_compile.program import WRAPPED, Program
@@ -31,14 +32,22 @@ def capture_folder(folder: Path, *, task: str | None, shapes: Mapping[str, Range
     images = hasattr(config, "image_size") or hasattr(config, "num_channels")
     chosen = infer_task(folder, architecture, images, task)
     model, missing = load_model(folder, chosen, architecture)
-    axes, examples = signature(folder, config, chosen, shapes, seed)
-    call = model_call(chosen, folder)
-    meta = {
+    meta: dict[str, Any] = {
         "source": str(folder),
         "task": chosen.name,
         "tokenizer": str(folder) if (folder / "tokenizer.json").is_file() else None,
         "max_length": None if chosen.images else max_length(folder, config),
     }
+    call: Call
+    if chosen.cached:
+        limit = (shapes or {}).get("seq", (1, positions(config)))[1]
+        decoder = prepare(model, config, min(limit, positions(config)))
+        axes, examples = decoder_signature(decoder, int(config.vocab_size), shapes, seed)
+        call = decoder.call
+        meta |= {"cache": decoder.meta(), "end_tokens": end_tokens(folder, config)}
+    else:
+        axes, examples = signature(folder, config, chosen, shapes, seed)
+        call = model_call(chosen, folder)
     program = to_program(Named(model, list(examples), call), fit_examples(examples, axes), axes, meta)
     refuse_missing(program, missing, chosen, architecture)
     return program

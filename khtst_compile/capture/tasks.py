@@ -18,13 +18,15 @@ Call = Callable[[nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Task:
-    """auto: the transformers class that loads it; images: pixel_values instead of token ids; pairs: the model may read two texts."""
+    """auto: the transformers class that loads it; images: pixel_values instead of token ids; pairs: the model may read two texts;
+    cached: keys and values of earlier tokens come in and go out (capture/decoder.py)."""
 
     name: str
     auto: str
     output: str
     images: bool = False
     pairs: bool = False
+    cached: bool = False
 
 
 TASKS = {
@@ -35,6 +37,7 @@ TASKS = {
         Task("sequence-classification", "AutoModelForSequenceClassification", "logits", pairs=True),
         Task("token-classification", "AutoModelForTokenClassification", "logits"),
         Task("fill-mask", "AutoModelForMaskedLM", "logits"),
+        Task("text-generation", "AutoModelForCausalLM", "logits", cached=True),
         Task("causal-lm", "AutoModelForCausalLM", "logits"),
         Task("image-classification", "AutoModelForImageClassification", "logits", images=True),
         Task("image-features", "AutoModel", "last_hidden_state", images=True),
@@ -45,8 +48,8 @@ _SUFFIXES = {
     "ForSequenceClassification": "sequence-classification",
     "ForTokenClassification": "token-classification",
     "ForMaskedLM": "fill-mask",
-    "ForCausalLM": "causal-lm",
-    "LMHeadModel": "causal-lm",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
     "ForImageClassification": "image-classification",
 }
 

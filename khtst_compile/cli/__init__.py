@@ -23,6 +23,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("khtst_compile.cli.export", "Write a quantized model as ONNX."),
     "verify": ("khtst_compile.cli.verify", "Compare an artifact with what it was made from, layer by layer."),
     "run": ("khtst_compile.cli.run", "Run a compiled model on arrays."),
+    "generate": ("khtst_compile.cli.generate", "Go on with a text by a compiled language model."),
+    "perplexity": ("khtst_compile.cli.perplexity", "Judge how well a language model predicts a text."),
     "bench": ("khtst_compile.cli.bench", "Time a compiled model against torch and onnxruntime."),
     "inspect": ("khtst_compile.cli.inspect", "Show what an artifact holds."),
     "passes": ("khtst_compile.cli.passes", "List passes with their options, and the named recipes."),

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
+from khtst_compile.lower.cached import fuse_cached_attention
 from khtst_compile.lower.embeddings import fuse_embeddings
 from khtst_compile.lower.gates import fuse_gates
+from khtst_compile.lower.heads import merged_heads, replace_merged, sdpa_arguments
 from khtst_compile.lower.match import bound, served, sites
 from khtst_compile.lower.norms import written_norms
 from khtst_compile.lower.projections import mergeable, merged, offsets
@@ -46,7 +48,7 @@ def fuse_attention(rw: Rewriter) -> int:
     count = 0
     masks: dict[fx.Node, fx.Node] = {}
     for sdpa in list(call_nodes(rw.graph, aten.scaled_dot_product_attention.default)):
-        given = _sdpa_arguments(sdpa)
+        given = sdpa_arguments(sdpa)
         q, k, v = (sdpa.args[i] for i in range(3))
         shapes = [tuple(t.meta["val"].shape) for t in (q, k, v)]  # type: ignore[union-attr]
         heads, kv_heads, head_dim = shapes[0][1], shapes[1][1], shapes[0][3]
@@ -61,13 +63,13 @@ def fuse_attention(rw: Rewriter) -> int:
             or sdpa.meta["val"].dtype is not torch.float32
         ):
             continue
-        flat = [_merged_heads(rw, t, sdpa) for t in (q, k, v)]  # type: ignore[arg-type]
+        flat = [merged_heads(rw, t, sdpa) for t in (q, k, v)]  # type: ignore[arg-type]
         mask = _narrow_mask(rw, given["attn_mask"], sdpa, masks)
         scale = given["scale"] if given["scale"] is not None else float(head_dim) ** -0.5
         new = rw.call(
             khtst.attention.default, *flat, mask, heads, kv_heads, head_dim, [0, 0, 0], scale, given["is_causal"], before=sdpa
         )
-        _replace_merged(rw, sdpa, new, (heads, head_dim))
+        replace_merged(rw, sdpa, new, (heads, head_dim))
         count += 1
     return count
 
@@ -179,63 +181,6 @@ def _take_residual(rw: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node | None
     return add, other
 
 
-def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    given.update(dict(zip(names, node.args, strict=False)))
-    given.update(node.kwargs)
-    return given
-
-
-def _merged_heads(rw: Rewriter, value: fx.Node, before: fx.Node) -> fx.Node:
-    """(batch, heads, length, head_dim) -> (batch, length, heads * head_dim), undoing a view + transpose where that made it."""
-    _, h, _, d = value.meta["val"].shape
-    if value.target is aten.transpose.int and set(value.args[1:]) in ({1, 2}, {-3, -2}):
-        view = value.args[0]
-        if isinstance(view, fx.Node) and view.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
-            source = view.args[0]
-            if isinstance(source, fx.Node) and source.meta["val"].dim() == 3 and source.meta["val"].shape[2] == h * d:
-                return source
-    moved = rw.call(aten.transpose.int, value, 1, 2, before=before)
-    sizes = [_size(rw, value, 0, before), _size(rw, value, 2, before), h * d]
-    return rw.call(aten.reshape.default, moved, sizes, before=before)
-
-
-def _size(rw: Rewriter, value: fx.Node, axis: int, before: fx.Node) -> Any:
-    size = value.meta["val"].shape[axis]
-    return size if isinstance(size, int) else rw.call(aten.sym_size.int, value, axis, before=before)
-
-
-def _replace_merged(rw: Rewriter, old: fx.Node, new: fx.Node, heads: tuple[int, int]) -> None:
-    """`new` is (b, s, h*d). Users of `old` (b, h, s, d) that only merge the heads read it directly; others get it split again."""
-    node, chain = old, [old]
-    while len(node.users) == 1:
-        user = next(iter(node.users))
-        if user.target not in (
-            aten.transpose.int,
-            aten.reshape.default,
-            aten.view.default,
-            aten.contiguous.default,
-            aten.clone.default,
-        ):
-            break
-        chain.append(user)
-        node = user
-        if user.meta["val"].dim() == 3:
-            break
-    transposes = [n for n in chain if n.target is aten.transpose.int]
-    merged = tuple(chain[-1].meta["val"].shape)
-    swaps_heads = len(transposes) == 1 and set(transposes[0].args[1:]) in ({1, 2}, {-3, -2})
-    if swaps_heads and merged == tuple(new.meta["val"].shape):
-        chain[-1].replace_all_uses_with(new)
-        for n in reversed(chain):
-            rw.graph.erase_node(n)
-        return
-    sizes = [_size(rw, new, 0, old), _size(rw, new, 1, old), *heads]
-    split = rw.call(aten.view.default, new, sizes, before=old)
-    rw.replace(old, rw.call(aten.transpose.int, split, 1, 2, before=old))
-
-
 def _narrow_mask(rw: Rewriter, mask: Any, before: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
     """Cut the axes along which a mask is provably the same down to one, so that it is neither built nor read in full.
 
@@ -296,6 +241,7 @@ Rule = Callable[[Rewriter], int]
 RULES: dict[str, Rule] = {
     "written norms": written_norms,
     "rotary": fuse_rotary,
+    "cached attention": fuse_cached_attention,
     "shared heads": shared_heads,
     "attention": fuse_attention,
     "projections": merge_projections,

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import tvm
 from torch import fx
-from tvm import relax
+from tvm import relax, te
 
-from khtst_compile.program import Program, Rewriter
+from khtst_compile.program import Program, Rewriter, arguments
 
 aten = torch.ops.aten
 
@@ -104,6 +105,23 @@ def _dynamic_slice(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="clip"))
 
 
+def _arange(node: fx.Node, importer: Any) -> Any:
+    """`arange(start, end)` from a symbolic start: TVM cannot fuse an operator with a symbolic scalar operand, so this one stays alone."""
+    start, end, step = (*(importer.env[a] if isinstance(a, fx.Node) else a for a in arguments(node)), 1)[:3]
+    if isinstance(start, (int, float)) or step != 1:
+        return importer._arange(node)
+    builder, dtype = importer.block_builder, str(node.meta["val"].dtype).removeprefix("torch.")
+    size = tvm.sym.Analyzer().simplify(end - start)
+
+    def compute(first: Any, count: Any) -> Any:
+        return te.compute((count,), lambda i: (first + i).astype(dtype), name="arange")
+
+    call = builder.call_te(compute, start, size)
+    made = call.args[0]
+    builder.update_func(made, builder.get()[made].with_attr("op_pattern", 8))
+    return builder.emit(call)
+
+
 def _embedding(node: fx.Node, importer: Any) -> Any:
     """A table read by index, without the flattening that keeps TVM from fusing it with what follows."""
     table, ids = importer.env[node.args[0]], importer.env[node.args[1]]
@@ -154,6 +172,16 @@ def _gather(node: fx.Node, importer: Any) -> Any:
     return emit(relax.op.gather_elements(x, low, axis=axis))
 
 
+def _index(node: fx.Node, importer: Any) -> Any:
+    """`x[:, i]` with one tensor of indices, clipped: TVM's own take is unchecked."""
+    x, indices = importer.env[node.args[0]], list(node.args[1])  # type: ignore[arg-type]
+    given = [(axis, importer.env[i]) for axis, i in enumerate(indices) if i is not None]
+    if len(given) != 1 or given[0][1].ty.dtype == "bool":
+        return importer._index_tensor(node)
+    axis, index = given[0]
+    return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="clip"))
+
+
 def _select(node: fx.Node, importer: Any) -> Any:
     """`x[..., i, ...]`, without TVM's unchecked take."""
     x, axis, index = importer.env[node.args[0]], int(node.args[1]), node.args[2]  # type: ignore[arg-type]
@@ -166,10 +194,13 @@ def _select(node: fx.Node, importer: Any) -> Any:
 
 CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "slice.Tensor": _dynamic_slice,
+    "arange.start": _arange,
+    "arange.start_step": _arange,
     "embedding.default": _embedding,
     "clamp.default": _clamp,
     "elu.default": _elu,
     "select.int": _select,
+    "index.Tensor": _index,
     "gather.default": _gather,
     "amax.default": _extreme,
     "amin.default": _extreme,

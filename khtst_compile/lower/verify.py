@@ -146,7 +146,7 @@ def _original(
         rows.append(Row(tap["site"], "against fp32", "relative error dB", db, LAYER_DB, LAYER_REASON))
         compared += 1
     say(f"compared {compared} layers and {len(outputs)} outputs with {reference}")
-    return {f"fp32/{k}": v for k, v in outputs.items()}
+    return {f"fp32/{k}": outputs[k] for k in program.results()}
 
 
 def _run_library(

@@ -91,7 +91,7 @@ def test_text_encoder(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_causal_lm(tmp_path: Path, kind: str) -> None:
     model = saved(tmp_path, transformers.AutoModelForCausalLM.from_config(text_config(kind)))
-    program = capture(tmp_path)
+    program = capture(tmp_path, task="causal-lm")
     assert program.meta["task"] == "causal-lm" and program.outputs[0].shape == ("batch", "seq", 97)
     for batch, seq in ((1, 5), (3, 21)):
         inputs = text_inputs(batch, seq, ["input_ids", "attention_mask"])

@@ -1,0 +1,38 @@
+"""`khtst-compile generate` and `perplexity` through the installed command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import khtst_compile as kc
+from tests.cli.conftest import run_cli
+
+
+def test_generate_streams_text(made: Any) -> None:
+    done = run_cli("generate", made.w8a8, "--prompt", "some text", "--max-new-tokens", 12, "--ignore-end", "--threads", 1)
+    steps = list(kc.load(made.w8a8, threads=1).generate("some text", max_new_tokens=12, ignore_end=True))
+    assert done.stdout.rstrip("\n") == "".join(s.text for s in steps).rstrip("\n")
+    assert "9 prompt tokens" in done.stderr
+    printed = json.loads(run_cli("generate", made.w8a8, "--prompt", "some text", "--max-new-tokens", 3, "--json", "-q").stdout)
+    assert printed["ids"] == [int(s.ids[0]) for s in steps[: len(printed["ids"])]]
+    assert printed["prompt_tokens"] == 9 and printed["decode_tokens_per_s"] > 0
+    drawn = ["--temperature", 2, "--top-k", 50, "--top-p", 0.9, "--seed", 5, "--max-new-tokens", 8, "--json", "-q"]
+    assert len({run_cli("generate", made.w8a8, "--prompt", "x", *drawn).stdout.split('"prefill_s"')[0] for _ in range(2)}) == 1
+
+
+def test_generate_refuses(made: Any, tmp_path: Path) -> None:
+    assert "at most 63" in run_cli("generate", made.w8a8, "--prompt", "x" * 64, code=2).stderr
+    assert "needed: 'library'" in run_cli("generate", made.quantized, "--prompt", "x", code=2).stderr
+    assert "no token" in run_cli("generate", made.w8a8, "--prompt", "", code=2).stderr
+    assert "top_p is 2.0" in run_cli("generate", made.w8a8, "--prompt", "x", "--top-p", 2, code=2).stderr
+
+
+def test_perplexity_prints_both(made: Any, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("some words to judge\nand some more of them\n")
+    asked = ("perplexity", made.w8a8, "--data", tmp_path / "t.txt", "--reference", made.quantized, "--max-length", 10)
+    printed = json.loads(run_cli(*asked, "--json", "-q").stdout)
+    assert printed["tokens"] == printed["reference"]["tokens"] == 36
+    assert abs(printed["rise"]) < 1e-2
+    assert "perplexity" in run_cli(*asked).stdout
