@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import khtst_compile as kc
-from tests.cli.conftest import run_cli
+from tests.cli.conftest import ROOT, SCRIPT, run_cli
 
 
 def test_generate_streams_text(made: Any) -> None:
@@ -36,3 +40,18 @@ def test_perplexity_prints_both(made: Any, tmp_path: Path) -> None:
     assert printed["tokens"] == printed["reference"]["tokens"] == 36
     assert abs(printed["rise"]) < 1e-2
     assert "perplexity" in run_cli(*asked).stdout
+
+
+def test_commands_of_the_page(made: Any, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```console\n(.*?)```", (ROOT / "docs" / "decode.md").read_text(encoding="utf-8"), re.DOTALL)
+    commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+    assert commands[0] == "python scripts/smollm2.py out/smollm2" and len(commands) == 5
+    shutil.copytree(made.folder, tmp_path / "out" / "smollm2")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = {"PATH": f"{SCRIPT.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    script = "\n".join(commands[1:])
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=tmp_path, env={**os.environ, **path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "against the reference" in done.stdout
