@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def quantize(
     started, say = time.perf_counter(), report or _silent
     keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
     text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
-    passes = [_keep(p, keep_fp32) for p in recipes.parse(text)]
+    passes = [recipes.keep(p, keep_fp32) for p in recipes.parse(text)]
     with artifact.staging(Path(output)) as folder:
         program = source if isinstance(source, Program) else capture(source, task=task, shapes=shapes, seed=seed)
         say(f"captured {program.meta['source']}: {program.meta['parameters']:,} parameters, task {program.meta['task']}")
@@ -88,7 +88,7 @@ def quantize(
             with _bar(progress, samples.count, "calibrate") as bar:
                 program = program.with_stats(calibrate(program, samples, seed=seed, progress=bar))
             say(f"calibrated on {samples.count} samples ({samples.source})")
-        _check_globs(program, keep_fp32)
+        _check_globs(program, [*keep_fp32, *(getattr(p, "keep_fp32", None) or "" for p in passes)])
         quantized = run_passes(program, passes, dump=dump, report=say)
         golden, figures = _golden(program, quantized, samples)
         manifest = {
@@ -243,12 +243,12 @@ def _keep_apart(source: Path, output: Path) -> None:
 
 
 def _check_globs(program: Any, globs: Sequence[str]) -> None:
-    """Raise UsageError for a glob of sites to keep that matches none."""
+    """Raise UsageError for a glob (or several, joined by ;) of sites to keep that matches none."""
     from khtst_compile.linears import find_linears, is_kept
     from khtst_compile.program import site_of
 
     sites = [site_of(linear.node) for linear in find_linears(program.graph, program.tensors())]
-    for glob in globs:
+    for glob in dict.fromkeys(g.strip() for g in ";".join(globs).split(";") if g.strip()):
         if not any(is_kept(site, glob) for site in sites):
             some = ", ".join(sites[:4]) + (f", ... ({len(sites)} in all)" if len(sites) > 4 else "")
             raise UsageError(f"keep-fp32 {glob!r} matches no linear layer; there are {some or 'none'}")
@@ -304,13 +304,6 @@ def _id_ranges(program: Any) -> dict[str, list[int]]:
             last = int(rows.meta["val"].shape[0]) - 1
             ranges[names[ids.name]] = [0, min(last, ranges.get(names[ids.name], [0, last])[1])]
     return ranges
-
-
-def _keep(step: Any, globs: Sequence[str]) -> Any:
-    if not globs:
-        return step
-    given = [g for g in (step.keep_fp32, *globs) if g]
-    return replace(step, keep_fp32=";".join(given))
 
 
 def _copy_tokenizer(source: str | Path | None, folder: Path) -> None:

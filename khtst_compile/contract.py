@@ -42,6 +42,9 @@ class Pass(Protocol):
 
     name: ClassVar[str]
 
+    def check_options(self) -> None:
+        """Raise UsageError for options that no program could make sense of; asked as soon as a recipe is read."""
+
     def requires(self, program: Program) -> None:
         """Raise PassError where the pass cannot apply."""
 
@@ -66,6 +69,7 @@ def run_passes(program: Program, passes: Sequence[Pass], *, dump: Path | None = 
     for number, step in enumerate(passes):
         started = time.perf_counter()
         try:
+            step.check_options()
             step.requires(program)
             outcome = step.run(program)
             check_program(outcome.program)

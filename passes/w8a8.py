@@ -39,11 +39,13 @@ class W8A8:
     keep_fp32: str | None = None
     min_features: int = 16
 
-    def requires(self, program: Program) -> None:
+    def check_options(self) -> None:
         if self.activations not in ACTIVATIONS:
             raise UsageError(f"activations is {self.activations!r}; known: {', '.join(ACTIVATIONS)}")
         if not 0 < self.percentile <= 100:
             raise UsageError(f"percentile is {self.percentile}; needed: above 0, at most 100")
+
+    def requires(self, program: Program) -> None:
         if self.activations == "static" and program.stats is None:
             raise PassError(
                 "static activation scales come from calibration and the program was never calibrated; give data, or use dynamic"
