@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import __version__, artifact
+from khtst_compile.arrays import write_arrays
+from khtst_compile.checks import as_path, check_count, check_type, require_space
 from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
@@ -27,6 +28,7 @@ GOLDEN, ONNX_MODEL = artifact.GOLDEN, artifact.ONNX_MODEL
 PROGRAM, TOKENIZER = "program.pt2", "tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
 KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+SLACK_BYTES = 4_000_000  # of a file of tensors, besides the tensors
 GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
 
 
@@ -72,10 +74,19 @@ def quantize(
     from khtst_compile.samples import Samples, load_samples
 
     started, say = time.perf_counter(), report or _silent
+    if not isinstance(source, Program):
+        source = str(as_path(source, "model source"))
+    if calib is not None and not isinstance(calib, Samples):
+        calib = as_path(calib, "calib")
     keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
+    _check_options(recipe, keep_fp32, task, shapes, limit, max_length, seed)
+    output = as_path(output, "output")
+    if dump is not None:
+        with artifact.writable(as_path(dump, "dump")):
+            Path(dump).mkdir(parents=True, exist_ok=True)
     text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
     passes = [recipes.keep(p, keep_fp32) for p in recipes.parse(text)]
-    with artifact.staging(Path(output)) as folder:
+    with artifact.staging(output) as folder:
         program = source if isinstance(source, Program) else capture(source, task=task, shapes=shapes, seed=seed)
         say(f"captured {program.meta['source']}: {program.meta['parameters']:,} parameters, task {program.meta['task']}")
         samples = calib if isinstance(calib, Samples) else None
@@ -105,8 +116,9 @@ def quantize(
             "meta": {**program.meta, "tokenizer": None, "calibration": samples.source, "seed": seed, "shapes": shapes},
         }
         _copy_tokenizer(program.meta.get("tokenizer"), folder)
+        require_space(folder, SLACK_BYTES + sum(t.nbytes for t in quantized.tensors().values()), "the quantized program")
         save_program(quantized, folder / PROGRAM)
-        np.savez(folder / GOLDEN, **golden)  # type: ignore[arg-type]
+        write_arrays(folder / GOLDEN, golden)
         artifact.write_manifest(folder, manifest)
     seconds = time.perf_counter() - started
     return Result(Path(output).absolute(), artifact.read(output).manifest, None, seconds)
@@ -126,10 +138,10 @@ def lower(
     """
     from khtst_compile.lower.compile import compile_program
 
-    started, say = time.perf_counter(), report or _silent
+    started, say, output = time.perf_counter(), report or _silent, as_path(output, "output")
     source = artifact.read(quantized, kind="quantized")
-    _keep_apart(source.path, Path(output))
-    with artifact.staging(Path(output)) as folder, _bar(progress, 4, "lower") as bar:
+    _keep_apart(source.path, output)
+    with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
         program = load_program(source)
         manifest, checked = compile_program(program, source, folder, target, say, bar)
         _copy_tokenizer(source.path / TOKENIZER, folder)
@@ -151,12 +163,14 @@ def export(
 
     if format != "onnx":
         raise UsageError(f"export: format is {format!r}; needed: onnx")
-    started, say = time.perf_counter(), report or _silent
+    check_type(opset, "opset", int, "a whole number")
+    started, say, output = time.perf_counter(), report or _silent, as_path(output, "output")
     source = artifact.read(quantized, kind="quantized")
-    _keep_apart(source.path, Path(output))
-    program, output = load_program(source), Path(output)
+    _keep_apart(source.path, output)
+    program = load_program(source)
     if output.suffix == ".onnx":
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with artifact.writable(output):
+            artifact.place(output).parent.mkdir(parents=True, exist_ok=True)
         export_onnx(program, output, opset=opset, rotation=rotation, report=say)
         return Result(output.absolute(), source.manifest, None, time.perf_counter() - started)
     with artifact.staging(output) as folder:
@@ -183,6 +197,11 @@ def verify(
     source: its outputs against the original fp32 model's. The report is returned also where it is over budget.
     """
     from khtst_compile.lower.verify import verify_artifact
+
+    if reference is not None:
+        reference = str(as_path(reference, "reference"))
+    if threads is not None:
+        check_count(threads, "threads")
 
     return verify_artifact(artifact.read(path), reference, threads, task, report or _silent)
 
@@ -234,6 +253,25 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _check_options(recipe: Any, keep_fp32: Any, task: Any, shapes: Any, limit: Any, max_length: Any, seed: Any) -> None:
+    """Raise UsageError for options of `quantize` of the wrong type."""
+    for value, what in ((recipe, "recipe"), (task, "task")):
+        check_type(value, what, (str, type(None)), "text")
+    check_type(keep_fp32, "keep_fp32", (list, tuple), "text, or a list of texts")
+    for glob in keep_fp32:
+        check_type(glob, "keep_fp32", str, "text, or a list of texts")
+    check_type(shapes, "shapes", (dict, type(None)), "a dict from axis to (min, max)")
+    for axis, sizes in (shapes or {}).items():
+        check_type(sizes, f"shapes[{axis!r}]", (list, tuple), "(min, max)")
+        if len(sizes) != 2:
+            raise UsageError(f"shapes[{axis!r}] is {sizes}; needed: (min, max)")
+        for size in sizes:
+            check_count(size, f"shapes[{axis!r}]")
+    check_count(limit, "limit")
+    check_count(max_length, "max_length")
+    check_type(seed, "seed", int, "a whole number")
 
 
 def _keep_apart(source: Path, output: Path) -> None:

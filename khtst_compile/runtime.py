@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import artifact, cpu
+from khtst_compile.checks import check_count
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, UsageError
 from khtst_compile.signature import TensorSpec, check_inputs
 
@@ -27,6 +28,8 @@ def load(path: str | Path, *, threads: int | None = None, verify_hashes: bool = 
     checked before any native code is mapped. Raises ArtifactError for a damaged or foreign folder, EnvironmentProblem where this
     machine cannot run it.
     """
+    if threads is not None:
+        check_count(threads, "threads")
     folder = artifact.read(path, kind="library", hashes=verify_hashes)
     _check_machine(folder)
     return Artifact(folder, threads)

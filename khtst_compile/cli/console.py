@@ -55,13 +55,34 @@ def done_so_far() -> str:
     return f"done so far: {', '.join(dict.fromkeys(_done))}" if _done else "nothing was finished"
 
 
+class _Seconds(click.FloatRange):
+    """A time that ends: NaN lies in every range, and infinity above every minimum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return found
+
+
+SECONDS = _Seconds(min=0.01)
+
+
+def common_of(*, threads: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`common`, for a verb that uses as many threads as the text says unless it is told otherwise."""
+    return functools.partial(_common, default_threads=threads)
+
+
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --json, -q, -v, --threads and --seed; the function gets them as its first argument, a Console."""
+    return _common(function, default_threads="every usable core")
 
+
+def _common(function: Callable[..., Any], *, default_threads: str) -> Callable[..., Any]:
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     @click.option("-q", "--quiet", is_flag=True, help="No progress, no notes.")
     @click.option("-v", "--verbose", count=True, help="More about what happens; tracebacks of errors. Twice: debugging.")
-    @click.option("--threads", type=click.IntRange(min=1), help="Worker threads.  [default: every usable core]")
+    @click.option("--threads", type=click.IntRange(min=1), help=f"Worker threads.  [default: {default_threads}]")
     @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="For everything drawn.")
     @functools.wraps(function)
     def wrapped(*, as_json: bool, quiet: bool, verbose: int, threads: int | None, seed: int, **options: Any) -> Any:

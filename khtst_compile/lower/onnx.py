@@ -7,6 +7,7 @@ they still exist (a quantized linear's output is called as its node, its int32 s
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -250,7 +251,8 @@ def _write(model: ir.Model, target: Path, external_above: int) -> Path | None:
             (folder / data_name).replace(final_data)
         (folder / target.name).replace(target)
     except OSError as error:
-        raise ResourceError(
+        kind = ResourceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+        raise kind(
             f"onnx: cannot write {str(target)!r}: {error.strerror or error}; free space or choose another place"
         ) from error
     finally:
