@@ -41,6 +41,16 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
 # What the experts of a mixture are computed with: no pass or target has a form for these.
 EXPERTS = (aten._grouped_mm.default, aten.histc.default)
+# Operators drawn at random only where they are told to: the position of the probability that then is not 0, or of the flag for training.
+RANDOM_IF = {
+    aten.scaled_dot_product_attention.default: 4,
+    aten.rrelu.default: 3,
+    aten.native_dropout.default: 2,
+    aten.lstm.input: 6,
+    aten.gru.input: 6,
+    aten.rnn_tanh.input: 6,
+    aten.rnn_relu.input: 6,
+}
 DROPOUT = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
@@ -56,10 +66,7 @@ def clean(program: Program) -> Program:
             continue
         if node.target in CHECKS:
             rewriter.graph.erase_node(node)
-        elif node.target in DROPOUT:
-            _require_eval(node, node.args[1] == 0 or node.args[2] is False)
-            rewriter.replace(node, node.args[0])
-        elif _computes_nothing(node):
+        elif node.target in DROPOUT or _computes_nothing(node):
             rewriter.replace(node, node.args[0])
         elif node.target in VIEWS:
             node.target = aten.reshape.default
@@ -107,10 +114,26 @@ def refuse_unknown(program: Program) -> None:
                 f"{where}: {node.target} belongs to a mixture of experts, which is not supported; needed: a dense model"
             )
         tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+        if torch.Tag.nondeterministic_seeded in tags and _draws(node):
+            raise CaptureError(
+                f"{where}: {node.target} draws random numbers, so no two runs would agree; take it out, call model.eval(), or make "
+                "what it draws an input of forward"
+            )
         if torch.Tag.data_dependent_output in tags:
             raise CaptureError(f"{where}: {node.target} reads a value out of a tensor; keep it a tensor")
         if isinstance(node.meta.get("val"), torch.Tensor) and free_unbacked_symbols(node.meta["val"]):
             raise CaptureError(f"{where}: the shape of what {node.target} returns depends on the data; use masks or torch.where")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator that can draw random numbers does."""
+    if node.target in DROPOUT:
+        return node.args[1] != 0 and node.args[2] is not False
+    at = RANDOM_IF.get(node.target)  # type: ignore[arg-type]
+    if at is None:
+        return True
+    name = node.target._schema.arguments[at].name  # type: ignore[union-attr]
+    return bool(node.args[at] if at < len(node.args) else node.kwargs.get(name, False))
 
 
 def _mutates(node: fx.Node) -> bool:
