@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import khtst_compile as kc
+from khtst_compile.capture.factory import capture_module
 from khtst_compile.errors import LoweringError, ResourceError, UsageError
 from khtst_compile.lower import onnx as lower_onnx
 from khtst_compile.lower.onnx import export_onnx
@@ -212,3 +214,25 @@ def test_an_output_that_is_an_input_keeps_both_names(tmp_path: Path) -> None:
     s = session(tmp_path / "same.onnx")
     assert ([i.name for i in s.get_inputs()], [o.name for o in s.get_outputs()]) == (["x"], ["y"])
     assert torch.equal(run(s, {"x": torch.full((2, 3), 7.0)})["y"], torch.full((2, 3), 7.0))
+
+
+class Repeated(nn.Module):
+    """One linear called twice on one input, the results told apart by what follows; its own output is returned too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.linear(x), self.linear(x)
+        return self.head(first + 2 * second), second
+
+
+def test_equal_products_that_the_exporter_merges_are_verified(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    program = capture_module(Repeated().eval(), (torch.randn(4, 32),))
+    kc.quantize(program, tmp_path / "q", random=True, recipe="w8a8", limit=8)
+    kc.export(tmp_path / "q", tmp_path / "o")
+    report = kc.verify(tmp_path / "o", reference=tmp_path / "q")
+    assert report.ok, report.table(5)
+    assert [r.site for r in report.rows if r.what == "int32 sums"] == ["linear", "linear", "head"]
