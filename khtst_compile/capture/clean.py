@@ -42,7 +42,7 @@ RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default, aten.flatten.usin
 # What the experts of a mixture are computed with: no pass or target has a form for these.
 EXPERTS = (aten._grouped_mm.default, aten.histc.default)
 # Operators drawn at random only where they are told to: the position of the probability that then is not 0, or of the flag for training.
-RANDOM_IF = {
+RANDOM_IF: dict[Any, int] = {
     aten.scaled_dot_product_attention.default: 4,
     aten.rrelu.default: 3,
     aten.native_dropout.default: 2,
@@ -129,7 +129,7 @@ def _draws(node: fx.Node) -> bool:
     """Whether an operator that can draw random numbers does."""
     if node.target in DROPOUT:
         return node.args[1] != 0 and node.args[2] is not False
-    at = RANDOM_IF.get(node.target)  # type: ignore[arg-type]
+    at = RANDOM_IF.get(node.target)
     if at is None:
         return True
     name = node.target._schema.arguments[at].name  # type: ignore[union-attr]
