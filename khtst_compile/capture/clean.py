@@ -128,7 +128,7 @@ def refuse_unknown(program: Program) -> None:
 def _draws(node: fx.Node) -> bool:
     """Whether an operator that can draw random numbers does."""
     if node.target in DROPOUT:
-        return node.args[1] != 0 and node.args[2] is not False
+        return bool(node.args[1] != 0 and node.args[2] is not False)
     at = RANDOM_IF.get(node.target)
     if at is None:
         return True

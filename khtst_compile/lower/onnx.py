@@ -29,6 +29,7 @@ from torch import fx
 from khtst_compile import __version__
 from khtst_compile.contract import Report
 from khtst_compile.errors import LoweringError, ResourceError, UsageError
+from khtst_compile.lower.onnx_masks import zero_hidden_rows
 from khtst_compile.lower.onnx_ops import DOMAIN, KhtstLowering, Lowered, translation_table
 from khtst_compile.program import Program, TensorSpec, source_line
 
@@ -80,7 +81,7 @@ def export_onnx(
     if target.is_dir():
         raise UsageError(f"onnx: {str(target)!r} is a folder; needed: a file name")
     say = report or (lambda line: None)
-    model = _translate(program, opset)
+    model = _translate(zero_hidden_rows(program), opset)
     say(f"onnx: {len(program.graph.nodes)} graph nodes translated to opset {opset}")
     done = KhtstLowering(model, rotation).run()
     _tidy(model)

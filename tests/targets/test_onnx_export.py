@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
@@ -236,3 +237,30 @@ def test_equal_products_that_the_exporter_merges_are_verified(tmp_path: Path) ->
     report = kc.verify(tmp_path / "o", reference=tmp_path / "q")
     assert report.ok, report.table(5)
     assert [r.site for r in report.rows if r.what == "int32 sums"] == ["linear", "linear", "head"]
+
+
+class Masked(nn.Module):
+    """(batch, 2, 4, 8) float32 attending to itself twice under one mask."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(attend(x, x, x, mask), x, x, mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "one row for all"])
+def test_attention_rows_that_see_nothing_are_zero_as_in_torch(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 2, 4, 8), torch.rand(3, 1, 1 if kind == "one row for all" else 4, 4) > 0.3
+    mask[1, 0, 0] = False
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if kind == "float" else mask
+    program = capture_module(Masked().eval(), (x, given))
+    want = Masked()(x, given).numpy()
+    assert (want[1, :, 0] == 0).all(), "what torch defines"
+    export_onnx(program, tmp_path / "m.onnx")
+    session = ort.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"x": x.numpy(), "mask": given.numpy()})
+    assert (got[1, :, 0] == 0).all()
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)  # softmax and two products of 4 and 8 terms, in another order
+    x[0, 0, 1, 2] = torch.nan
+    (got,) = session.run(None, {"x": x.numpy(), "mask": given.numpy()})
+    assert np.isnan(got[0, 0, 1]).all(), "a NaN is not hidden with them"
