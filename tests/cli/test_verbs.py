@@ -95,7 +95,14 @@ def test_bench_times_every_engine(cli: Cli, made: Made) -> None:
 def test_inspect(cli: Cli, made: Made) -> None:
     found = json.loads(cli("inspect", made.library, "--json").stdout)
     assert found["kind"] == "library" and found["recipe"] == RECIPE
-    assert "x86-avx2" in cli("inspect", made.library).stdout
+    short, long = cli("inspect", made.library).stdout, cli("inspect", made.library, "--all").stdout
+    assert (
+        "library for x86-avx2" in short
+        and "x float32 (batch, 32)" in short
+        and "w8a8 left alone 1: kept float32 as asked" in short
+    )
+    assert len(short.splitlines()) <= 24 < len(long.splitlines())  # one screen
+    assert found["files"]["model.so"]["sha256"] in long
 
 
 def test_passes_and_targets(cli: Cli) -> None:
