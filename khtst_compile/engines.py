@@ -65,11 +65,11 @@ def baseline_engines(
 def recapture(manifest: dict[str, Any]) -> Program:
     """The float32 program the artifact was made from, captured again from where the manifest says it came."""
     from khtst_compile.capture import capture
+    from khtst_compile.capture.tasks import known_task
 
     meta = manifest["meta"]
-    known = meta["task"] if meta["task"] != "module" else None
     try:
-        return capture(meta["source"], task=known, shapes=meta.get("shapes"), seed=int(meta["seed"]))
+        return capture(meta["source"], task=known_task(meta), shapes=meta.get("shapes"), seed=int(meta["seed"]))
     except UsageError as error:
         raise UsageError(
             f"bench: the model this artifact was made from cannot be read ({error}); put it back, or bench without baselines"
