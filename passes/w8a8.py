@@ -16,7 +16,7 @@ from torch import fx
 
 from khtst_compile.contract import Outcome, Skipped
 from khtst_compile.errors import PassError, UsageError
-from khtst_compile.linears import Linear, calibrated_rows, find_linears, is_kept, scale_before
+from khtst_compile.linears import Linear, calibrated_rows, find_linears, find_others, is_kept, scale_before
 from khtst_compile.ops.rotate import rotate_reference
 from khtst_compile.ops.w8a8_linear import MAX_FEATURES
 from khtst_compile.program import Program, Rewriter, call_nodes, site_of
@@ -68,6 +68,7 @@ class W8A8:
                 chosen.append((linear, scale))
             else:
                 skipped.append(Skipped(site, reason))
+        skipped += [Skipped(site_of(n), f"kept float32: {why}") for n, why in find_others(rewriter.graph, rewriter.tensors)]
         quantizers: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         details: dict[str, Any] = {}
         for linear, scale in chosen:

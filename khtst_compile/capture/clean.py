@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from khtst_compile.errors import CaptureError
-from khtst_compile.program import Program, Rewriter, call_nodes, site_of, source_line
+from khtst_compile.program import Program, Rewriter, arguments, call_nodes, site_of, source_line
 
 aten = torch.ops.aten
 
@@ -70,6 +71,8 @@ def clean(program: Program) -> Program:
             rewriter.replace(node, node.args[0])
         elif node.target in VIEWS:
             node.target = aten.reshape.default
+    for node in list(call_nodes(rewriter.graph, aten.matmul.default, aten.mm.default, aten.einsum.default)):
+        _to_linear(rewriter, node)
     for node in call_nodes(rewriter.graph, aten.batch_norm.default):
         _require_eval(node, node.args[5] is False)
     return rewriter.finish()
@@ -84,6 +87,49 @@ def _computes_nothing(node: fx.Node) -> bool:
     if node.target is aten.slice.Tensor:
         return _whole(node)
     return node.target is aten.add.Tensor and _adds_nothing(node)
+
+
+TRANSPOSES = (
+    aten.t.default,
+    aten.numpy_T.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.mT.default,
+    aten.matrix_H.default,
+)
+_EINSUM = re.compile(r"(?P<lead>[a-zA-Z]+)(?P<k>[a-zA-Z]),(?P<n>[a-zA-Z])(?P=k)->(?P=lead)(?P=n)")
+
+
+def _to_linear(rewriter: Rewriter, node: fx.Node) -> None:
+    """`x @ w.T` and einsum("...k,nk->...n", x, w) with a constant matrix w become linear(x, w), which passes know."""
+    given: Any = arguments(node)
+    x, weight = given[1] if node.target is aten.einsum.default and len(given[1]) == 2 else given[:2]
+    if node.target is aten.einsum.default:
+        match = _EINSUM.fullmatch(str(given[0]).replace(" ", ""))
+        if match is None or len({*match["lead"], match["k"], match["n"]}) < len(match["lead"]) + 2:
+            return
+    elif isinstance(weight, fx.Node) and _is_transpose(weight):
+        weight = arguments(weight)[0]
+    else:
+        return
+    bound = rewriter.value(weight)
+    if bound is None or bound.dim() != 2 or rewriter.value(x) is not None:
+        return
+    if bound.dtype == x.meta["val"].dtype and x.meta["val"].dim() >= 2:
+        rewriter.replace(node, rewriter.call(aten.linear.default, x, weight, before=node))
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    """Whether a node turns a matrix round."""
+    if node.target not in TRANSPOSES or node.meta["val"].dim() != 2:
+        return False
+    axes = [0, 1]
+    if node.target is aten.transpose.int:
+        axes = list(arguments(node)[1:3])
+    elif node.target is aten.permute.default:
+        axes = list(arguments(node)[1])
+        return [a % 2 for a in axes] == [1, 0]
+    return {a % 2 for a in axes} == {0, 1}
 
 
 def functional(program: Program) -> Program:

@@ -281,3 +281,39 @@ def test_what_draws_random_numbers_is_refused_with_its_line(name: str) -> None:
 )
 def test_what_could_draw_but_does_not_is_taken(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     capture_module(Drawn(function).eval(), (torch.randn(4, 16),))
+
+
+class Products(nn.Module):
+    """(batch, 5, 16) float32 times constants, written in ways that are no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(16, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.a.T
+        x = torch.einsum("bsk, nk -> bsn", x, self.b)
+        return torch.matmul(x, self.c.transpose(0, 1))
+
+
+def test_products_with_constants_are_captured_as_linears() -> None:
+    module, x = Products().eval(), torch.randn(4, 5, 16)
+    program = capture_module(module, (x,))
+    targets = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert targets == [torch.ops.aten.linear.default] * 3
+    with torch.no_grad():
+        torch.testing.assert_close(program.run({"x": x})["output"], module(x), rtol=1e-5, atol=1e-4)
+
+
+def test_other_einsums_and_attention_stay_as_they_are() -> None:
+    class Other(Products):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.einsum("bsk,kn->bsn", x, self.a) @ self.b
+            return torch.einsum("bsk,btk->bst", x, x) @ x
+
+    module, x = Other().eval(), torch.randn(4, 5, 16)
+    program = capture_module(module, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(program.run({"x": x})["output"], module(x), rtol=1e-5, atol=1e-3)
+    assert torch.ops.aten.linear.default not in [n.target for n in program.graph.nodes]
