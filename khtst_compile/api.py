@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from khtst_compile.checks import as_path, check_count, check_type, require_space
 from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
+from khtst_compile.quiet import quiet
 from khtst_compile.signature import check_inputs
 
 Array = npt.NDArray[Any]
@@ -221,7 +221,7 @@ def save_program(program: Any, path: Path) -> None:
 
     shorten_traces(program)
     program.ep.example_inputs = None
-    with _quiet():
+    with quiet():
         torch.export.save(program.ep, path)
 
 
@@ -234,7 +234,7 @@ def load_program(folder: artifact.Folder) -> Any:
 
     path = folder.file(PROGRAM)
     refuse_pickles(path)
-    with _quiet():
+    with quiet():
         ep = torch.export.load(path)
     m = folder.manifest
     return Program(
@@ -245,14 +245,6 @@ def load_program(folder: artifact.Folder) -> Any:
         history=tuple(m["passes"]),
         meta=m["meta"],
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's own deprecation warnings about its serializer are not the user's to act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _check_options(recipe: Any, keep_fp32: Any, task: Any, shapes: Any, limit: Any, max_length: Any, seed: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from tvm import relax
 
 from khtst_compile.lower.bounds import clip_indices
 from khtst_compile.program import Program, Rewriter
+from khtst_compile.quiet import quiet
 
 aten = torch.ops.aten
 
@@ -39,8 +39,7 @@ _COMPARISON = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
 
 def prepare(program: Program) -> Program:
     """Decompose to core ATen (khtst:: operators stay whole) and make every implied conversion explicit."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its tree library
+    with quiet():
         return explicit_dtypes(clip_indices(replace(program, ep=program.ep.run_decompositions())))
 
 
