@@ -5,20 +5,21 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import __version__, artifact, cpu, tokens
+from khtst_compile.arrays import write_arrays
+from khtst_compile.checks import as_path, check_count, check_type, require_space
 from khtst_compile.errors import CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
+from khtst_compile.quiet import quiet
 from khtst_compile.signature import check_inputs
 
 Array = npt.NDArray[Any]
@@ -28,6 +29,7 @@ GOLDEN, ONNX_MODEL = artifact.GOLDEN, artifact.ONNX_MODEL
 PROGRAM, TOKENIZER = "program.pt2", tokens.FOLDER
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
 KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+SLACK_BYTES = 4_000_000  # of a file of tensors, besides the tensors
 GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
 
 
@@ -73,10 +75,19 @@ def quantize(
     from khtst_compile.samples import Samples, load_samples
 
     started, say = time.perf_counter(), report or _silent
+    if not isinstance(source, Program):
+        source = str(as_path(source, "model source"))
+    if calib is not None and not isinstance(calib, Samples):
+        calib = as_path(calib, "calib")
     keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
+    _check_options(recipe, keep_fp32, task, shapes, limit, max_length, seed)
+    output = as_path(output, "output")
+    if dump is not None:
+        with artifact.writable(as_path(dump, "dump")):
+            Path(dump).mkdir(parents=True, exist_ok=True)
     text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
-    passes = [_keep(p, keep_fp32) for p in recipes.parse(text)]
-    with artifact.staging(Path(output)) as folder:
+    passes = [recipes.keep(p, keep_fp32) for p in recipes.parse(text)]
+    with artifact.staging(output) as folder:
         program = source if isinstance(source, Program) else capture(source, task=task, shapes=shapes, seed=seed)
         say(f"captured {program.meta['source']}: {program.meta['parameters']:,} parameters, task {program.meta['task']}")
         samples = calib if isinstance(calib, Samples) else None
@@ -89,7 +100,7 @@ def quantize(
             with _bar(progress, samples.count, "calibrate") as bar:
                 program = program.with_stats(calibrate(program, samples, seed=seed, progress=bar))
             say(f"calibrated on {samples.count} samples ({samples.source})")
-        _check_globs(program, keep_fp32)
+        _check_globs(program, [*keep_fp32, *(getattr(p, "keep_fp32", None) or "" for p in passes)])
         quantized = run_passes(program, passes, dump=dump, report=say)
         golden, figures = _golden(program, quantized, samples)
         manifest = {
@@ -106,8 +117,9 @@ def quantize(
             "meta": {**program.meta, "tokenizer": None, "calibration": samples.source, "seed": seed, "shapes": shapes},
         }
         _copy_tokenizer(program.meta.get("tokenizer"), folder)
+        require_space(folder, SLACK_BYTES + sum(t.nbytes for t in quantized.tensors().values()), "the quantized program")
         save_program(quantized, folder / PROGRAM)
-        np.savez(folder / GOLDEN, **golden)  # type: ignore[arg-type]
+        write_arrays(folder / GOLDEN, golden)
         artifact.write_manifest(folder, manifest)
     seconds = time.perf_counter() - started
     return Result(Path(output).absolute(), artifact.read(output).manifest, None, seconds)
@@ -131,12 +143,12 @@ def lower(
     from khtst_compile.lower.variants import HELPERS, Helpers
     from khtst_compile.targets import table
 
-    started, say = time.perf_counter(), report or _silent
+    started, say, output = time.perf_counter(), report or _silent, as_path(output, "output")
     source = artifact.read(quantized, kind="quantized")
-    _keep_apart(source.path, Path(output))
+    _keep_apart(source.path, output)
     # First what runs here: the process that compares results builds it.
     order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
-    with artifact.staging(Path(output)) as folder, _bar(progress, 4, "lower") as bar:
+    with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
         with Helpers(source.path, order, folder, cpu.processes(threads, source.file(PROGRAM).stat().st_size)) as helpers:
             from khtst_compile.lower.compile import compile_program  # torch and tvm, while helpers start
 
@@ -162,12 +174,14 @@ def export(
 
     if format != "onnx":
         raise UsageError(f"export: format is {format!r}; needed: onnx")
-    started, say = time.perf_counter(), report or _silent
+    check_type(opset, "opset", int, "a whole number")
+    started, say, output = time.perf_counter(), report or _silent, as_path(output, "output")
     source = artifact.read(quantized, kind="quantized")
-    _keep_apart(source.path, Path(output))
-    program, output = load_program(source), Path(output)
+    _keep_apart(source.path, output)
+    program = load_program(source)
     if output.suffix == ".onnx":
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with artifact.writable(output):
+            artifact.place(output).parent.mkdir(parents=True, exist_ok=True)
         export_onnx(program, output, opset=opset, rotation=rotation, report=say)
         return Result(output.absolute(), source.manifest, None, time.perf_counter() - started)
     with artifact.staging(output) as folder:
@@ -197,6 +211,10 @@ def verify(
     """
     from khtst_compile.lower.verify import verify_artifact
 
+    if reference is not None:
+        reference = str(as_path(reference, "reference"))
+    if threads is not None:
+        check_count(threads, "threads")
     return verify_artifact(artifact.read(path), reference, threads, variant, task, report or _silent)
 
 
@@ -215,7 +233,7 @@ def save_program(program: Any, path: Path) -> None:
 
     shorten_traces(program)
     program.ep.example_inputs = None
-    with _quiet():
+    with quiet():
         torch.export.save(program.ep, path)
 
 
@@ -228,7 +246,7 @@ def load_program(folder: artifact.Folder) -> Any:
 
     path = folder.file(PROGRAM)
     refuse_pickles(path)
-    with _quiet():
+    with quiet():
         ep = torch.export.load(path)
     m = folder.manifest
     return Program(
@@ -241,12 +259,23 @@ def load_program(folder: artifact.Folder) -> Any:
     )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's own deprecation warnings about its serializer are not the user's to act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _check_options(recipe: Any, keep_fp32: Any, task: Any, shapes: Any, limit: Any, max_length: Any, seed: Any) -> None:
+    """Raise UsageError for options of `quantize` of the wrong type."""
+    for value, what in ((recipe, "recipe"), (task, "task")):
+        check_type(value, what, (str, type(None)), "text")
+    check_type(keep_fp32, "keep_fp32", (list, tuple), "text, or a list of texts")
+    for glob in keep_fp32:
+        check_type(glob, "keep_fp32", str, "text, or a list of texts")
+    check_type(shapes, "shapes", (dict, type(None)), "a dict from axis to (min, max)")
+    for axis, sizes in (shapes or {}).items():
+        check_type(sizes, f"shapes[{axis!r}]", (list, tuple), "(min, max)")
+        if len(sizes) != 2:
+            raise UsageError(f"shapes[{axis!r}] is {sizes}; needed: (min, max)")
+        for size in sizes:
+            check_count(size, f"shapes[{axis!r}]")
+    check_count(limit, "limit")
+    check_count(max_length, "max_length")
+    check_type(seed, "seed", int, "a whole number")
 
 
 def _keep_apart(source: Path, output: Path) -> None:
@@ -256,12 +285,12 @@ def _keep_apart(source: Path, output: Path) -> None:
 
 
 def _check_globs(program: Any, globs: Sequence[str]) -> None:
-    """Raise UsageError for a glob of sites to keep that matches none."""
+    """Raise UsageError for a glob (or several, joined by ;) of sites to keep that matches none."""
     from khtst_compile.linears import find_linears, is_kept
     from khtst_compile.program import site_of
 
     sites = [site_of(linear.node) for linear in find_linears(program.graph, program.tensors())]
-    for glob in globs:
+    for glob in dict.fromkeys(g.strip() for g in ";".join(globs).split(";") if g.strip()):
         if not any(is_kept(site, glob) for site in sites):
             some = ", ".join(sites[:4]) + (f", ... ({len(sites)} in all)" if len(sites) > 4 else "")
             raise UsageError(f"keep-fp32 {glob!r} matches no linear layer; there are {some or 'none'}")
@@ -324,13 +353,6 @@ def _id_ranges(program: Any) -> dict[str, list[int]]:
             last = int(rows.meta["val"].shape[0]) - 1
             ranges[names[ids.name]] = [0, min(last, ranges.get(names[ids.name], [0, last])[1])]
     return ranges
-
-
-def _keep(step: Any, globs: Sequence[str]) -> Any:
-    if not globs:
-        return step
-    given = [g for g in (step.keep_fp32, *globs) if g]
-    return replace(step, keep_fp32=";".join(given))
 
 
 def _copy_tokenizer(source: str | Path | None, folder: Path) -> None:

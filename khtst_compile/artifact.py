@@ -7,6 +7,7 @@ Reading checks structure, version and hashes before anything else looks at the f
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from khtst_compile.arrays import read_arrays
+from khtst_compile.checks import as_path
 from khtst_compile.errors import ArtifactError, ResourceError, UsageError
 from khtst_compile.layout import ALIGN, Layout
 from khtst_compile.schema import COUNT, NUMBER, Each, Either, complaint
@@ -102,26 +105,27 @@ class Folder:
 
     def arrays(self, name: str) -> dict[str, Array]:
         """The arrays of one .npz file of the artifact."""
-        with np.load(self.file(name), allow_pickle=False) as data:
-            return {k: data[k] for k in data.files}
+        return read_arrays(self.file(name))
 
 
 @contextlib.contextmanager
 def staging(destination: Path) -> Iterator[Path]:
     """A temporary folder that becomes `destination` if the block ends without an error.
 
-    An artifact already there is replaced; any other existing path is refused with UsageError before work starts.
+    An artifact already there is replaced, through a link if the path is one; any other existing path, a place inside another artifact
+    and one that cannot be written are refused with UsageError before work starts.
     """
-    destination = destination.absolute()
+    destination = place(destination)
     if destination.exists() and not (
         destination.is_dir() and ((destination / MANIFEST).is_file() or not any(destination.iterdir()))
     ):
         raise UsageError(f"{destination} exists and is not an artifact; choose another output or remove it")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(destination)
     temporary = destination.parent / f".{destination.name}.tmp-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    with writable(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(destination)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
     try:
         yield temporary
         old = destination.parent / f".{destination.name}.old-{os.getpid()}"
@@ -130,7 +134,7 @@ def staging(destination: Path) -> Iterator[Path]:
         temporary.rename(destination)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        if error.errno == 28:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(f"no space left while writing {destination}; free some or choose another disk") from error
         raise
     finally:
@@ -140,17 +144,42 @@ def staging(destination: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def staged_file(destination: Path) -> Iterator[Path]:
     """A temporary path in the same folder that is renamed to `destination` if the block ends without an error."""
-    destination = destination.absolute()
-    destination = destination.resolve()  # through links, so that a link stays one
+    destination = place(destination)
     if destination.exists() and not destination.is_file():
         raise UsageError(f"{destination} is no ordinary file; needed: a path for a new file, or of a file to replace")
-    destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.parent / f".{destination.stem}.tmp-{os.getpid()}{destination.suffix}"
+    with writable(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
     try:
         yield temporary
         temporary.replace(destination)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def place(destination: Path) -> Path:
+    """The absolute path an output goes to, through links, so that a link stays one. Raises UsageError inside another artifact."""
+    with writable(destination):
+        destination = destination.resolve()
+        for folder in destination.parents:
+            manifest = folder / MANIFEST
+            if manifest.is_file() and f'"{FORMAT}"' in manifest.read_text(encoding="utf-8", errors="replace")[:200]:
+                raise UsageError(f"{destination} lies inside the artifact {folder}; choose another output")
+        destination.exists()  # raises where the name itself is impossible
+    return destination
+
+
+@contextlib.contextmanager
+def writable(destination: Path) -> Iterator[None]:
+    """What the system says of a path that cannot be used -> UsageError."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links is a RuntimeError, a NUL in a name a ValueError
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"no space left for {destination}; free some or choose another disk") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"{destination} cannot be written ({reason}); choose another output") from error
 
 
 def _sweep(destination: Path) -> None:
@@ -192,7 +221,7 @@ def read(path: str | Path, *, kind: str | tuple[str, ...] | None = None, hashes:
 
     Raises ArtifactError saying what is wrong with which file and what to do.
     """
-    path = Path(path).absolute()
+    path = as_path(path, "artifact").absolute()
     manifest_path = path / MANIFEST
     if not path.is_dir() or not manifest_path.is_file():
         raise ArtifactError(f"{path}: not an artifact (needed: a folder with {MANIFEST}, as quantize, lower or export write it)")

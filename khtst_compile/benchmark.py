@@ -4,6 +4,7 @@ all of them alike, and the figure that counts is the ratio within a round."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import tempfile
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from khtst_compile import artifact as artifacts
 from khtst_compile.api import GOLDEN
+from khtst_compile.checks import check_count, check_type
 from khtst_compile.engines import Engine, baseline_engines, open_engine
 from khtst_compile.errors import UsageError
 from khtst_compile.parity import relative_error_db, worst_cosine
@@ -70,8 +72,10 @@ def bench(
     """
     if unknown := [b for b in baselines if b not in BASELINES]:
         raise UsageError(f"bench: baseline {unknown[0]!r} is unknown; known: {', '.join(BASELINES)}")
-    if threads < 1 or seconds <= 0:
-        raise UsageError(f"bench: threads is {threads}, seconds {seconds}; needed: at least 1 thread and more than 0 s")
+    check_count(threads, "bench: threads")
+    check_type(seconds, "bench: seconds", (int, float), "a number above 0")
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"bench: seconds is {seconds}; needed: a number above 0")
     say = report or (lambda line: None)
     folder = artifacts.read(artifact, kind=("library", "onnx"))
     sizes = plan_shapes(folder.manifest, shapes)

@@ -154,8 +154,14 @@ class _Collector:
         layout = _Layout(self, batch)
         runner = _Runner(self, layout)
         ordered = [values[n.name] for n in self.program.graph.nodes if n.op == "placeholder"]
-        with torch.set_grad_enabled(self.gradients):
-            results = runner.run(*ordered)
+        try:
+            with torch.set_grad_enabled(self.gradients):
+                results = runner.run(*ordered)
+        except IndexError as error:
+            raise CalibrationError(
+                f"calibration batch {self.batch_number}: {str(error).splitlines()[0]}: a value in it indexes past the end of a table; "
+                "correct the data"
+            ) from error
         if self.gradients:
             self._backward(results, layout)
         self._keep_whole(batch, layout.batch)

@@ -7,6 +7,7 @@ what it changed and what it left alone.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,9 @@ from khtst_compile.errors import KhtstError, PassError
 
 if TYPE_CHECKING:
     from khtst_compile.program import Program  # loads torch, which listing passes and recipes has no need of
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Pass(Protocol):
 
     name: ClassVar[str]
 
+    def check_options(self) -> None:
+        """Raise UsageError for options that no program could make sense of; asked as soon as a recipe is read."""
+
     def requires(self, program: Program) -> None:
         """Raise PassError where the pass cannot apply."""
 
@@ -66,6 +73,7 @@ def run_passes(program: Program, passes: Sequence[Pass], *, dump: Path | None = 
     for number, step in enumerate(passes):
         started = time.perf_counter()
         try:
+            step.check_options()
             step.requires(program)
             outcome = step.run(program)
             check_program(outcome.program)
@@ -86,6 +94,8 @@ def run_passes(program: Program, passes: Sequence[Pass], *, dump: Path | None = 
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / f"{number:02d}_{step.name}.txt").write_text(str(program.graph) + "\n", encoding="utf-8")
+        for candidate in outcome.skipped:
+            log.info("%s left alone %s: %s", step.name, candidate.site, candidate.reason)
         if report is not None:
             report(f"{step.name}: {outcome.changed} changed, {len(outcome.skipped)} left alone, {entry['seconds']:.1f} s")
     return program

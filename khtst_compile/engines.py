@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from khtst_compile import artifact as artifacts
 from khtst_compile.api import ONNX_MODEL
 from khtst_compile.errors import UsageError
+from khtst_compile.quiet import quiet
 
 if TYPE_CHECKING:
     from khtst_compile.program import Program
@@ -65,11 +65,11 @@ def baseline_engines(
 def recapture(manifest: dict[str, Any]) -> Program:
     """The float32 program the artifact was made from, captured again from where the manifest says it came."""
     from khtst_compile.capture import capture
+    from khtst_compile.capture.tasks import known_task
 
     meta = manifest["meta"]
-    known = meta["task"] if meta["task"] != "module" else None
     try:
-        return capture(meta["source"], task=known, shapes=meta.get("shapes"), seed=int(meta["seed"]))
+        return capture(meta["source"], task=known_task(meta), shapes=meta.get("shapes"), seed=int(meta["seed"]))
     except UsageError as error:
         raise UsageError(
             f"bench: the model this artifact was made from cannot be read ({error}); put it back, or bench without baselines"
@@ -102,13 +102,8 @@ def ort_models(program: Program, scratch: Path) -> tuple[Path, Path]:
 
     plain, int8 = scratch / "plain.onnx", scratch / "int8.onnx"
     export_onnx(program, plain)
-    logger = logging.getLogger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # onnxruntime advises preprocessing, which fails on models with symbolic shapes
-    try:
+    with quiet("root"):  # onnxruntime advises preprocessing, which fails on models with symbolic shapes
         quantize_dynamic(plain, int8, weight_type=QuantType.QInt8)
-    finally:
-        logger.setLevel(level)
     return plain, int8
 
 

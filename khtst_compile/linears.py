@@ -101,6 +101,33 @@ def find_linears(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[L
     return found
 
 
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_PRODUCTS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
+_REWRITE = "write it as torch.nn.Linear on the last axis to have it quantized"
+
+
+def find_others(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> list[tuple[fx.Node, str]]:
+    """Nodes that multiply an activation by constants as a linear layer does, in a form that `find_linears` does not see, and why each is
+    left alone: convolutions of one point, einsum, products with a transposed or otherwise computed weight."""
+    constant = {n for n in graph.nodes if n.op == "placeholder" and n.name in tensors}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and constant.issuperset(node.all_input_nodes):
+            constant.add(node)
+    found, live = [], _live(graph)
+    for node in graph.nodes:
+        if node not in live or node in constant or not constant.intersection(node.all_input_nodes):
+            continue
+        if node.target in _CONVOLUTIONS:
+            shape = node.args[1].meta["val"].shape
+            if all(n == 1 for n in shape[2:]) and node.args[0].meta["val"].shape[1] == shape[1]:
+                found.append((node, f"a convolution of one point; {_REWRITE}"))
+        elif node.target is aten.einsum.default:
+            found.append((node, f"einsum {node.args[0]!r} with a constant; {_REWRITE}"))
+        elif node.target in _PRODUCTS and node.args[1] in constant and node.args[1].op != "placeholder":
+            found.append((node, f"its weight is computed from constants ({node.args[1].target}); {_REWRITE}"))
+    return found
+
+
 def _live(graph: fx.Graph) -> set[fx.Node]:
     """The computed nodes that the graph's outputs depend on."""
     live: set[fx.Node] = set()

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from khtst_compile.contract import Pass, options_of
@@ -34,6 +34,7 @@ RECIPES: dict[str, str] = {
 }
 DEFAULT_RECIPE = "w8a8-rotated"
 
+_UNWRITABLE = re.compile(r"[,{}|]")
 _STEP = re.compile(r"^(?P<name>[a-z0-9_]+)(?:\{(?P<options>[^{}]*)\})?$")
 
 
@@ -52,8 +53,23 @@ def parse(text: str) -> list[Pass]:
     """Recipe text or the name of a recipe -> passes. Raises UsageError that quotes the part it could not read."""
     text = RECIPES.get(text.strip(), text)
     steps = [part.strip() for part in text.split("|")] if text.strip() else []
-    passes = [_parse_step(part) for part in steps]
-    return _link(passes)
+    passes = _link([_parse_step(part) for part in steps])
+    for step in passes:
+        try:
+            step.check_options()
+        except UsageError as error:
+            raise UsageError(f"recipe: pass {step.name!r}: {error}") from error
+    return passes
+
+
+def keep(step: Pass, globs: Sequence[str]) -> Pass:
+    """`step` with sites to leave in float32 besides its own. Raises UsageError for a glob that recipe text cannot hold."""
+    for glob in globs:
+        if _UNWRITABLE.search(glob) or glob.strip().lower() in ("", "none"):
+            raise UsageError(f"keep-fp32 {glob!r} cannot be written in a recipe; write ? for each of , {{ }} |")
+    if not globs or not hasattr(step, "keep_fp32"):
+        return step
+    return dataclasses.replace(step, keep_fp32=";".join(filter(None, (step.keep_fp32, *globs))))  # type: ignore[type-var]
 
 
 def render(passes: list[Pass]) -> str:
@@ -70,15 +86,23 @@ def render(passes: list[Pass]) -> str:
 def _parse_step(part: str) -> Pass:
     match = _STEP.match(part)
     if match is None:
-        raise UsageError(f"recipe: cannot read {part!r}; write name or name{{option=value,...}}, steps separated by |")
+        raise UsageError(
+            f"recipe: cannot read {part!r}; write name or name{{option=value,...}}, steps separated by |; a value holds none of , {{ }} |"
+        )
     cls = pass_class(match["name"])
     kinds = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     for item in filter(None, (i.strip() for i in (match["options"] or "").split(","))):
         key, equals, value = (s.strip() for s in item.partition("="))
-        if not equals or key not in names:
-            raise UsageError(f"recipe: pass {match['name']!r} has no option {item!r}; its options: {', '.join(names) or 'none'}")
+        if not equals:
+            raise UsageError(
+                f"recipe: {part!r}: {item!r} is no option=value; globs of one option are separated by ;, not by a comma"
+            )
+        if key not in names:
+            raise UsageError(f"recipe: pass {match['name']!r} has no option {key!r}; its options: {', '.join(names) or 'none'}")
+        if key in options:
+            raise UsageError(f"recipe: {part!r} gives {key!r} twice; give it once")
         options[key] = _convert(f"{match['name']}{{{key}}}", value, kinds[key])
     return cls(**options)
 

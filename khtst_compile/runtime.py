@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import artifact, cpu, workers
+from khtst_compile.checks import check_count
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, ResourceError, UsageError
 from khtst_compile.layout import ALIGN
 from khtst_compile.signature import TensorSpec, check_inputs
@@ -31,6 +32,8 @@ def load(path: str | Path, *, threads: int | None = None, variant: str | None = 
     code is mapped. Raises ArtifactError for a damaged or foreign folder, UsageError for a variant it lacks, EnvironmentProblem where
     this machine cannot run it.
     """
+    if threads is not None:
+        check_count(threads, "threads")
     folder = artifact.read(path, kind="library", hashes=verify_hashes)
     chosen = choose(folder, variant)
     _check_tvm(folder)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from khtst_compile.errors import CalibrationError
+from khtst_compile.arrays import native, read_array, read_arrays
+from khtst_compile.errors import CalibrationError, UsageError
+from khtst_compile.tokens import room_for_text, unencodable
 
 if TYPE_CHECKING:
     from khtst_compile.program import Program, TensorSpec
@@ -124,7 +126,7 @@ def _read_jsonl(file: Path) -> Iterator[Any]:
     for number, line in _lines(file):
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{file}, line {number}: not JSON ({error})") from error
         if isinstance(value, dict) and isinstance(value.get("text"), str):
             value = value["text"]
@@ -141,7 +143,7 @@ def _read_jsonl(file: Path) -> Iterator[Any]:
 def _read_json(file: Path) -> Iterator[str]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CalibrationError(f"{file}: not JSON ({error})") from error
     if isinstance(data, dict):
         lists = {k: v for k, v in data.items() if isinstance(v, list) and all(isinstance(t, str) for t in v)}
@@ -201,11 +203,21 @@ def _tokenizer(file: Path, program: Program) -> tuple[Callable[[list[str], int],
     tokenizer.no_padding()
 
     def encode(texts: list[str], longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        least = room_for_text(tokenizer)
+        if longest < least:
+            raise CalibrationError(
+                f"{file}: texts are cut at {longest} tokens, of which the tokenizer adds {least - 1} to every text; needed: a maximum "
+                f"length of at least {least}"
+            )
+        for number, text in enumerate(texts, 1):
+            if (bad := unencodable(text)) is not None:
+                raise CalibrationError(f"{file}: text {number} holds {bad}, half a surrogate pair; repair the text")
         tokenizer.enable_truncation(max_length=longest)
         found = tokenizer.encode_batch(texts)
         for number, e in enumerate(found, 1):
             if not e.ids:
                 raise CalibrationError(f"{file}: text {number} has no tokens")
+            _check_ids(file, "input_ids", np.asarray([e.ids], np.int64), [number - 1], _table_rows(program)["input_ids"])
         return [(np.asarray(e.ids, np.int64), np.asarray(e.type_ids, np.int64)) for e in found]
 
     return encode, int(pad)
@@ -219,11 +231,10 @@ def _open_arrays(file: Path, program: Program) -> dict[str, np.ndarray]:
                 raise CalibrationError(
                     f"{file}: one array, but the model reads {[s.name for s in program.inputs]}; needed: an .npz with those names"
                 )
-            return {program.inputs[0].name: np.load(file, mmap_mode="r", allow_pickle=False)}
-        with np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError) as error:
-        raise CalibrationError(f"{file}: not a plain numpy file ({error}); write it with numpy.savez") from error
+            return {program.inputs[0].name: read_array(file)}
+        return read_arrays(file)
+    except UsageError as error:
+        raise CalibrationError(str(error)) from error
 
 
 def _stack(file: Path, items: Sequence[dict[str, Any]], program: Program) -> dict[str, np.ndarray]:
@@ -266,12 +277,15 @@ def _array_samples(
     if count == 0:
         raise CalibrationError(f"{file}: empty; needed: at least one sample")
     order = draw(iter(range(count)), limit, seed)
+    rows = _table_rows(program)
 
     def make() -> Iterator[Batch]:
         for chosen in _groups(order, batch, program, file):
             made: Batch = {}
             for spec in program.inputs:
-                part = torch.from_numpy(np.ascontiguousarray(arrays[spec.name][chosen])).to(getattr(torch, spec.dtype))
+                values = native(np.ascontiguousarray(arrays[spec.name][chosen]))
+                _check_ids(file, spec.name, values, chosen, rows[spec.name])
+                part = torch.from_numpy(values).to(getattr(torch, spec.dtype))
                 if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                     bad = next(i for i, row in zip(chosen, part, strict=True) if not bool(torch.isfinite(row).all()))
                     raise CalibrationError(
@@ -281,6 +295,22 @@ def _array_samples(
             yield made
 
     return Samples(_usable(len(order), batch, program, file), str(file), False, make)
+
+
+def _table_rows(program: Program) -> dict[str, int | None]:
+    """Input -> rows of the smallest embedding table it indexes, or None."""
+    return {s.name: _smallest_table(program, g) for s, g in zip(program.inputs, program.user_inputs(), strict=True)}
+
+
+def _check_ids(file: Path, name: str, values: np.ndarray, chosen: Sequence[int], rows: int | None) -> None:
+    """values: (samples, ...) integers. Raise CalibrationError where one lies outside the table of that many rows."""
+    if rows is None or not values.size or (int(values.min()) >= 0 and int(values.max()) < rows):
+        return
+    sample, found = next((i, v) for i, v in zip(chosen, values, strict=True) if int(v.min()) < 0 or int(v.max()) >= rows)
+    raise CalibrationError(
+        f"{file}: input {name!r}, sample {sample} holds ids {int(found.min())}..{int(found.max())}; the model's table has {rows} rows, "
+        f"needed: 0..{rows - 1}; use the model's own tokenizer"
+    )
 
 
 def _check_array(file: Path, spec: TensorSpec, array: np.ndarray, program: Program) -> None:
@@ -330,9 +360,13 @@ def _random_samples(program: Program, count: int, batch: int, max_length: int, s
 
 def _vocabulary(program: Program, graph_input: str) -> int:
     """How many values an integer input may take: the rows of the embedding table it indexes, else 2 (a mask or a type)."""
+    return _smallest_table(program, graph_input) or 2
+
+
+def _smallest_table(program: Program, graph_input: str) -> int | None:
     node = next(n for n in program.graph.nodes if n.name == graph_input)
     tables = [u.args[0] for u in node.users if u.op == "call_function" and u.target is torch.ops.aten.embedding.default]
-    return min((int(t.meta["val"].shape[0]) for t in tables), default=2)
+    return min((int(t.meta["val"].shape[0]) for t in tables), default=None)
 
 
 def _fixed(program: Program, axis: int) -> int | None:

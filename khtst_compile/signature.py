@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from khtst_compile.arrays import native
+from khtst_compile.checks import check_type
 from khtst_compile.errors import UsageError
 
 Array = npt.NDArray[Any]
@@ -30,7 +33,7 @@ class TensorSpec:
 
 
 def check_inputs(
-    inputs: dict[str, Array],
+    inputs: Mapping[str, Array],
     specs: tuple[TensorSpec, ...],
     axes: dict[str, Any],
     ranges: dict[str, Any],
@@ -40,6 +43,8 @@ def check_inputs(
     axes: dynamic axis -> [min, max]; ranges: input -> [lowest, highest] value allowed (token ids index a table).
     Raises UsageError naming the input, what was found and what is needed.
     """
+    if type(inputs) is not dict:
+        check_type(inputs, "inputs", Mapping, f"a dict from name to array, with {[s.name for s in specs]}")
     if len(inputs) != len(specs) or any(s.name not in inputs for s in specs):
         names = [s.name for s in specs]
         unknown = [n for n in inputs if n not in names]
@@ -48,7 +53,7 @@ def check_inputs(
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
     for spec in specs:
-        array = np.asarray(inputs[spec.name])
+        array = _array(inputs[spec.name], spec)
         if array.dtype != spec.dtype and array.dtype.name != spec.dtype:  # the name, which takes longer, for other byte orders
             raise UsageError(
                 f"input {spec.name!r}: dtype is {array.dtype.name}; needed: {spec.dtype}; convert with .astype({spec.dtype!r})"
@@ -64,6 +69,13 @@ def check_inputs(
         if size < low or (high is not None and size > high):
             raise UsageError(f"{where}: axis {axis!r} is {size}; needed: {low}..{high}")
     return arrays
+
+
+def _array(value: Any, spec: TensorSpec) -> Array:
+    try:
+        return native(np.asarray(value))
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors with gradients
+        raise UsageError(f"input {spec.name!r} is no array ({error}); needed: {spec.dtype} of shape {spec.shape}") from error
 
 
 def _check_shape(spec: TensorSpec, array: Array, sizes: dict[str, tuple[int, str]]) -> None:

@@ -9,11 +9,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from khtst_compile.checks import check_count, check_type
 from khtst_compile.errors import EnvironmentProblem, UsageError
 
 Array = npt.NDArray[Any]
 FOLDER = "tokenizer"  # inside an artifact
 _PADDING = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
+
+
+def room_for_text(tokenizer: Any) -> int:
+    """The smallest length to cut at that leaves a token of the text beside those added to every text; below it `tokenizers` cuts
+    nothing at all."""
+    return int(tokenizer.num_special_tokens_to_add(False)) + 1
+
+
+def unencodable(text: str) -> str | None:
+    """The first character of `text` that no UTF-8 can hold, as its escape, or None."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return repr(text[error.start])
+    return None
 
 
 class TextEncoder:
@@ -41,13 +57,21 @@ class TextEncoder:
 
     def cut_at(self, length: int) -> None:
         """Cut texts at so many tokens from now on; never more than the model reads."""
-        if length < 1:
-            raise UsageError(f"max_length is {length}; needed: at least 1")
-        self.max_length = min(length, self._highest)
+        check_count(length, "max_length")
+        least, length = room_for_text(self._tokenizer), min(length, self._highest)
+        if length < least:
+            raise UsageError(
+                f"max_length is {length}, of which the tokenizer adds {least - 1} tokens to every text; needed: at least {least}"
+            )
+        self.max_length = length
         self._tokenizer.enable_truncation(max_length=self.max_length)
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Array]:
         """Input name -> (texts, longest) int64: token ids, padded; 1 at real tokens; type ids."""
+        for number, text in enumerate(texts, 1):
+            check_type(text, f"text {number}", str, "text")
+            if (bad := unencodable(text)) is not None:
+                raise UsageError(f"text {number} holds {bad}, half a surrogate pair; repair the text")
         rows = self._tokenizer.encode_batch(list(texts))
         width = max([self._lowest, *(len(r.ids) for r in rows)])
         made = {

@@ -16,7 +16,7 @@ from torch import fx
 
 from khtst_compile.calibrate import ActivationStats
 from khtst_compile.contract import Outcome, Skipped
-from khtst_compile.errors import PassError
+from khtst_compile.errors import PassError, UsageError
 from khtst_compile.linears import Linear, calibrated_rows, find_linears, groups, is_kept
 from khtst_compile.ops.rotate import check_rotation
 from khtst_compile.program import Program, Rewriter, site_of
@@ -37,10 +37,12 @@ class Rotate:
     check: bool = True
     keep_fp32: str | None = None
 
-    def requires(self, program: Program) -> None:
+    def check_options(self) -> None:
         if self.block == 0:
-            raise PassError("block is 0, which means no rotation; leave the pass out instead")
+            raise UsageError("rotation: block is 0, which means no rotation; leave the pass out instead")
         check_rotation(self.block, self.block if self.points is None else self.points, self.block)
+
+    def requires(self, program: Program) -> None:
         if not find_linears(program.graph, program.tensors()):
             raise PassError(
                 "no linear layer is in the graph, so there is nothing to rotate; run it before w8a8, on a float32 program"

@@ -21,6 +21,7 @@ from khtst_compile.errors import PassError, UsageError
 from khtst_compile.fakequant import OutputError, Treatment
 from khtst_compile.folding import fold_scale
 from khtst_compile.linears import Linear, find_linears, groups, is_kept
+from khtst_compile.ops.rotate import check_rotation
 from khtst_compile.program import Program, Rewriter, site_of
 from khtst_compile.quant.rotation import fit_rotation
 from khtst_compile.quant.smoothing import GroupObjective, smooth_factors, weight_maxima, zero_channels
@@ -54,13 +55,7 @@ class Smooth:
     check: bool = True
     keep_fp32: str | None = None
 
-    def requires(self, program: Program) -> None:
-        if program.stats is None:
-            raise PassError("smoothing needs to know the activations and the program was never calibrated; give calibration data")
-        if not find_linears(program.graph, program.tensors()):
-            raise PassError(
-                "no linear layer is in the graph, so there is nothing to smooth; run it before w8a8, on a float32 program"
-            )
+    def check_options(self) -> None:
         if (isinstance(self.alpha, str) and self.alpha != "trust") or (
             not isinstance(self.alpha, str) and not 0 <= self.alpha <= 1
         ):
@@ -70,6 +65,16 @@ class Smooth:
                 raise UsageError(f"{option} is {getattr(self, option)!r}; known: {', '.join(known)}")
         if self.max_evals < 2 or self.lr <= 0 or self.e0 <= 0:
             raise UsageError("max_evals must be at least 2, lr and e0 above 0")
+        if self.block is not None:
+            check_rotation(self.block, self.block if self.points is None else self.points, self.block)
+
+    def requires(self, program: Program) -> None:
+        if program.stats is None:
+            raise PassError("smoothing needs to know the activations and the program was never calibrated; give calibration data")
+        if not find_linears(program.graph, program.tensors()):
+            raise PassError(
+                "no linear layer is in the graph, so there is nothing to smooth; run it before w8a8, on a float32 program"
+            )
 
     def run(self, program: Program) -> Outcome:
         assert program.stats is not None

@@ -16,7 +16,7 @@ from torch import fx
 
 from khtst_compile.contract import Outcome, Skipped
 from khtst_compile.errors import PassError, UsageError
-from khtst_compile.linears import Linear, calibrated_rows, find_linears, is_kept, scale_before
+from khtst_compile.linears import Linear, calibrated_rows, find_linears, find_others, is_kept, scale_before
 from khtst_compile.ops.rotate import rotate_reference
 from khtst_compile.ops.w8a8_linear import MAX_FEATURES
 from khtst_compile.program import Program, Rewriter, call_nodes, site_of
@@ -39,11 +39,13 @@ class W8A8:
     keep_fp32: str | None = None
     min_features: int = 16
 
-    def requires(self, program: Program) -> None:
+    def check_options(self) -> None:
         if self.activations not in ACTIVATIONS:
             raise UsageError(f"activations is {self.activations!r}; known: {', '.join(ACTIVATIONS)}")
         if not 0 < self.percentile <= 100:
             raise UsageError(f"percentile is {self.percentile}; needed: above 0, at most 100")
+
+    def requires(self, program: Program) -> None:
         if self.activations == "static" and program.stats is None:
             raise PassError(
                 "static activation scales come from calibration and the program was never calibrated; give data, or use dynamic"
@@ -66,6 +68,7 @@ class W8A8:
                 chosen.append((linear, scale))
             else:
                 skipped.append(Skipped(site, reason))
+        skipped += [Skipped(site_of(n), f"kept float32: {why}") for n, why in find_others(rewriter.graph, rewriter.tensors)]
         quantizers: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         details: dict[str, Any] = {}
         for linear, scale in chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -59,6 +60,34 @@ def unsupported() -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 def broken() -> tuple[nn.Module, tuple[torch.Tensor]]:
     raise RuntimeError("no weights today")
+
+
+class Chatty(Mlp):
+    """Prints when it is traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sys.stdout.write("running\n")
+        return super().forward(x)
+
+
+class Exits(Mlp):
+    """Ends the process when it is traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sys.exit(0)
+
+
+def chatty() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    sys.stdout.write("building\n")
+    return Chatty(), (torch.randn(4, 32),)
+
+
+def exits() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    sys.exit(0)
+
+
+def exits_later() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return Exits(), (torch.randn(4, 32),)
 
 
 def save_bert(folder: Path, tokenizer: Path) -> Path:

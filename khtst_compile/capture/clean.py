@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from khtst_compile.errors import CaptureError
-from khtst_compile.program import Program, Rewriter, call_nodes, site_of, source_line
+from khtst_compile.program import Program, Rewriter, arguments, call_nodes, site_of, source_line
 
 aten = torch.ops.aten
 
@@ -41,6 +42,16 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
 # What the experts of a mixture are computed with: no pass or target has a form for these.
 EXPERTS = (aten._grouped_mm.default, aten.histc.default)
+# Operators drawn at random only where they are told to: the position of the probability that then is not 0, or of the flag for training.
+RANDOM_IF: dict[Any, int] = {
+    aten.scaled_dot_product_attention.default: 4,
+    aten.rrelu.default: 3,
+    aten.native_dropout.default: 2,
+    aten.lstm.input: 6,
+    aten.gru.input: 6,
+    aten.rnn_tanh.input: 6,
+    aten.rnn_relu.input: 6,
+}
 DROPOUT = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
@@ -56,13 +67,12 @@ def clean(program: Program) -> Program:
             continue
         if node.target in CHECKS:
             rewriter.graph.erase_node(node)
-        elif node.target in DROPOUT:
-            _require_eval(node, node.args[1] == 0 or node.args[2] is False)
-            rewriter.replace(node, node.args[0])
-        elif _computes_nothing(node):
+        elif node.target in DROPOUT or _computes_nothing(node):
             rewriter.replace(node, node.args[0])
         elif node.target in VIEWS:
             node.target = aten.reshape.default
+    for node in list(call_nodes(rewriter.graph, aten.matmul.default, aten.mm.default, aten.einsum.default)):
+        _to_linear(rewriter, node)
     for node in call_nodes(rewriter.graph, aten.batch_norm.default):
         _require_eval(node, node.args[5] is False)
     return rewriter.finish()
@@ -77,6 +87,49 @@ def _computes_nothing(node: fx.Node) -> bool:
     if node.target is aten.slice.Tensor:
         return _whole(node)
     return node.target is aten.add.Tensor and _adds_nothing(node)
+
+
+TRANSPOSES = (
+    aten.t.default,
+    aten.numpy_T.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.mT.default,
+    aten.matrix_H.default,
+)
+_EINSUM = re.compile(r"(?P<lead>[a-zA-Z]+)(?P<k>[a-zA-Z]),(?P<n>[a-zA-Z])(?P=k)->(?P=lead)(?P=n)")
+
+
+def _to_linear(rewriter: Rewriter, node: fx.Node) -> None:
+    """`x @ w.T` and einsum("...k,nk->...n", x, w) with a constant matrix w become linear(x, w), which passes know."""
+    given: Any = arguments(node)
+    x, weight = given[1] if node.target is aten.einsum.default and len(given[1]) == 2 else given[:2]
+    if node.target is aten.einsum.default:
+        match = _EINSUM.fullmatch(str(given[0]).replace(" ", ""))
+        if match is None or len({*match["lead"], match["k"], match["n"]}) < len(match["lead"]) + 2:
+            return
+    elif isinstance(weight, fx.Node) and _is_transpose(weight):
+        weight = arguments(weight)[0]
+    else:
+        return
+    bound = rewriter.value(weight)
+    if bound is None or bound.dim() != 2 or rewriter.value(x) is not None:
+        return
+    if bound.dtype == x.meta["val"].dtype and x.meta["val"].dim() >= 2:
+        rewriter.replace(node, rewriter.call(aten.linear.default, x, weight, before=node))
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    """Whether a node turns a matrix round."""
+    if node.target not in TRANSPOSES or node.meta["val"].dim() != 2:
+        return False
+    axes = [0, 1]
+    if node.target is aten.transpose.int:
+        axes = list(arguments(node)[1:3])
+    elif node.target is aten.permute.default:
+        axes = list(arguments(node)[1])
+        return [a % 2 for a in axes] == [1, 0]
+    return {a % 2 for a in axes} == {0, 1}
 
 
 def functional(program: Program) -> Program:
@@ -107,10 +160,26 @@ def refuse_unknown(program: Program) -> None:
                 f"{where}: {node.target} belongs to a mixture of experts, which is not supported; needed: a dense model"
             )
         tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+        if torch.Tag.nondeterministic_seeded in tags and _draws(node):
+            raise CaptureError(
+                f"{where}: {node.target} draws random numbers, so no two runs would agree; take it out, call model.eval(), or make "
+                "what it draws an input of forward"
+            )
         if torch.Tag.data_dependent_output in tags:
             raise CaptureError(f"{where}: {node.target} reads a value out of a tensor; keep it a tensor")
         if isinstance(node.meta.get("val"), torch.Tensor) and free_unbacked_symbols(node.meta["val"]):
             raise CaptureError(f"{where}: the shape of what {node.target} returns depends on the data; use masks or torch.where")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator that can draw random numbers does."""
+    if node.target in DROPOUT:
+        return bool(node.args[1] != 0 and node.args[2] is not False)
+    at = RANDOM_IF.get(node.target)
+    if at is None:
+        return True
+    name = node.target._schema.arguments[at].name  # type: ignore[union-attr]
+    return bool(node.args[at] if at < len(node.args) else node.kwargs.get(name, False))
 
 
 def _mutates(node: fx.Node) -> bool:

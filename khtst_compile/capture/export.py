@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import builtins
 import logging
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
 from khtst_compile.capture.clean import clean, functional, refuse_unknown
-from khtst_compile.capture.refusals import refusal
+from khtst_compile.capture.refusals import model_line, refusal
 from khtst_compile.capture.shapes import Axis, resized, trace_size
 from khtst_compile.capture.wrapper import Named
 from khtst_compile.errors import CaptureError
@@ -169,10 +170,24 @@ def exporting() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), users_code():
             yield
+    except SystemExit as error:
+        raise CaptureError(
+            f"the model calls sys.exit({error.code!r}) while it runs{_at(error)}; take that out of forward"
+        ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _at(error: BaseException) -> str:
+    line = model_line(error)
+    return f" at {line}" if line else ""
+
+
+def users_code() -> AbstractContextManager[object]:
+    """While code of the user runs, what it prints goes to standard error: standard output is for results."""
+    return redirect_stdout(sys.stderr)
 
 
 def _rename_builtins(ep: ExportedProgram) -> None:

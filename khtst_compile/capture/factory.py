@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from khtst_compile.capture.export import UPCAST, fit_examples, to_program
+from khtst_compile.capture.export import UPCAST, fit_examples, to_program, users_code
 from khtst_compile.capture.refusals import model_line
 from khtst_compile.capture.shapes import BATCH, Axis, Range, plan_axes
 from khtst_compile.capture.wrapper import Named
@@ -29,8 +29,9 @@ def capture_factory(source: str, *, task: str | None, shapes: Mapping[str, Range
     found = load_factory(source)
     torch.manual_seed(seed)
     try:
-        made = found()
-    except Exception as error:  # whatever the user's factory raises
+        with users_code():
+            made = found()
+    except (Exception, SystemExit) as error:  # whatever the user's factory raises
         raise CaptureError(f"{source}: the factory failed at {model_line(error)}: {type(error).__name__}: {error}") from error
     if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise UsageError(
@@ -46,8 +47,9 @@ def load_factory(source: str) -> Any:
         raise UsageError(f"{source!r}: needed package.module:factory")
     with current_folder_first():
         try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # importing runs arbitrary code
+            with users_code():
+                module = importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:  # importing runs arbitrary code
             line = model_line(error)
             at = f" at {line}" if line else ""
             raise UsageError(f"{source}: importing {module_name!r} failed{at}: {type(error).__name__}: {error}") from error

@@ -73,6 +73,12 @@ def infer_task(folder: Path, architecture: str, images: bool, asked: str | None)
     )
 
 
+def known_task(meta: dict[str, Any]) -> str | None:
+    """The task a model folder was captured for, from an artifact's `meta`; None where it was a module or a file, which have none."""
+    found = meta.get("task")
+    return str(found) if found in TASKS else None
+
+
 def model_call(task: Task, folder: Path) -> Call:
     """The function that runs the loaded model for `task` and names its one output."""
     if task.name != "sentence-embedding":

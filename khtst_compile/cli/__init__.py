@@ -1,20 +1,23 @@
 """The command line. One file per verb; each parses, calls one function and prints.
 
 Data goes to standard output and everything else to standard error. Exit codes: 0 ok, 1 over budget, 2 usage, 3 unsupported model or
-operator, 4 environment, 5 resources, 70 a bug in khtst-compile, 130 interrupted, 141 the reader of standard output went away.
+operator, 4 environment, 5 resources, 70 a bug in khtst-compile, 130 interrupted, 141 the reader of standard output went away,
+143 terminated.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 import click
 
 from khtst_compile import __version__
-from khtst_compile.cli.failures import exit_code_of
+from khtst_compile.cli.failures import Terminated, exit_code_of
 
 # verb -> (module that defines it, one line of help); strings, so that --help imports nothing
 VERBS: dict[str, tuple[str, str]] = {
@@ -58,8 +61,13 @@ def cli() -> None:
 
     \b
     Exit codes: 0 ok, 1 over budget, 2 usage, 3 unsupported model or operator,
-    4 environment, 5 resources, 70 a bug in khtst-compile, 130 interrupted.
+    4 environment, 5 resources, 70 a bug in khtst-compile, 130 interrupted, 143 terminated.
     """
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM as an exception: temporary folders are removed on its way up, which the default action leaves behind."""
+    raise Terminated
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Read by OpenMP when torch loads. Its threads otherwise spin while they wait, and on a machine that does anything else two of them
     # were measured to take eight times as long as one.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         result = cli.main(args=given, prog_name="khtst-compile", standalone_mode=False)
         sys.stdout.flush()
@@ -77,6 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
         sys.stdout = sys.__stdout__
         code = 141
-    except (Exception, KeyboardInterrupt) as error:  # every failure becomes one message and one code
+    except (Exception, KeyboardInterrupt, Terminated) as error:  # every failure becomes one message and one code
         code = exit_code_of(error, given)
     sys.exit(code)

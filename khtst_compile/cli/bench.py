@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from khtst_compile.cli.console import Console, common, table
+from khtst_compile.cli.console import SECONDS, Console, common_of, table
 from khtst_compile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @click.argument("artifacts", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--baseline", default="torch,ort", show_default=True, help="What to compare with, by commas; 'none' for nothing.")
 @click.option("--shape", "shapes", multiple=True, metavar="1x128", help="Sizes of the dynamic axes; repeatable.")
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True, help="Per engine and shape.")
-@common
+@click.option("--seconds", type=SECONDS, default=2.0, show_default=True, help="Per engine and shape.")
+@common_of(threads="1")
 def command(console: Console, artifacts: tuple[Path, ...], baseline: str, shapes: tuple[str, ...], seconds: float) -> None:
-    """Time the first of ARTIFACTS beside the others and the baselines, in turns. One thread unless --threads says otherwise."""
+    """Time the first of ARTIFACTS beside the others and the baselines, in turns."""
     from khtst_compile import benchmark
 
     rows = benchmark.bench(

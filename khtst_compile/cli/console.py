@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import click
 from khtst_compile.progress import LineProgress, progress
 
 _done: list[str] = []
+_STARTED = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Console:
         """One line about what was just done, on standard error."""
         _done.append(line.split(":", 1)[0])
         if not self.quiet:
-            print(line, file=sys.stderr, flush=True)
+            print(f"[{time.monotonic() - _STARTED:6.1f} s] {line}" if self.verbose else line, file=sys.stderr, flush=True)
 
     def complain(self, line: str) -> None:
         """One line on standard error that --quiet does not hide."""
@@ -55,17 +57,38 @@ def done_so_far() -> str:
     return f"done so far: {', '.join(dict.fromkeys(_done))}" if _done else "nothing was finished"
 
 
+class _Seconds(click.FloatRange):
+    """A time that ends: NaN lies in every range, and infinity above every minimum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return found
+
+
+SECONDS = _Seconds(min=0.01)
+
+
+def common_of(*, threads: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`common`, for a verb that uses as many threads as the text says unless it is told otherwise."""
+    return functools.partial(_common, default_threads=threads)
+
+
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --json, -q, -v, --threads and --seed; the function gets them as its first argument, a Console."""
+    return _common(function, default_threads="every usable core")
 
+
+def _common(function: Callable[..., Any], *, default_threads: str) -> Callable[..., Any]:
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-    @click.option("-q", "--quiet", is_flag=True, help="No progress, no notes.")
-    @click.option("-v", "--verbose", count=True, help="More about what happens; tracebacks of errors. Twice: debugging.")
-    @click.option("--threads", type=click.IntRange(min=1), help="Worker threads.  [default: every usable core]")
+    @click.option("-q", "--quiet", is_flag=True, help="Errors only: no progress, notes or warnings.")
+    @click.option("-v", "--verbose", count=True, help="Times, every layer left alone, tracebacks of errors. Twice: debugging.")
+    @click.option("--threads", type=click.IntRange(min=1), help=f"Worker threads.  [default: {default_threads}]")
     @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="For everything drawn.")
     @functools.wraps(function)
     def wrapped(*, as_json: bool, quiet: bool, verbose: int, threads: int | None, seed: int, **options: Any) -> Any:
-        level = logging.WARNING if verbose == 0 else logging.INFO if verbose == 1 else logging.DEBUG
+        level = logging.ERROR if quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
         logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s", force=True)
         logging.getLogger("khtst_compile").setLevel(level)
         if verbose == 0:

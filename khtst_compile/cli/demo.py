@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from khtst_compile.cli import bench as bench_verb
-from khtst_compile.cli.console import Console, common, table
+from khtst_compile.cli.console import SECONDS, Console, common_of, table
 from khtst_compile.errors import OverBudget
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @click.option("--recipe", default="w8a8-rotated", show_default=True)
 @click.option("--shape", "shapes", multiple=True, metavar="1x128", help="Sizes to time at; repeatable.")
 @click.option("--texts", type=click.IntRange(min=1), help="Judge on so many queries at most.  [default: all]")
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True, help="Timing per engine and shape.")
-@common
+@click.option("--seconds", type=SECONDS, default=2.0, show_default=True, help="Timing per engine and shape.")
+@common_of(threads="1")
 def command(
     console: Console,
     output: Path,
@@ -52,8 +52,14 @@ def command(
         progress=console.progress,
         report=console.note,
     )
-    console.emit(report.to_json(), text(report))
+    console.emit({**report.to_json(), "output": str(output.absolute())}, f"{text(report)}\n{_where(output)}")
     return 0 if report.ok else OverBudget.exit_code
+
+
+def _where(output: Path) -> str:
+    """The artifacts that are left and what to do with them."""
+    folder = output.absolute()
+    return f"Artifacts: {folder}/quantized, {folder}/x86 (khtst-compile run, inspect, bench) and {folder}/onnx/model.onnx"
 
 
 def text(report: DemoReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import sys
@@ -13,8 +14,12 @@ import click
 from khtst_compile.cli import console
 from khtst_compile.errors import KhtstError
 
-BUG, INTERRUPTED, OUT_OF_RESOURCES, USAGE = 70, 130, 5, 2
-_NO_SPACE = 28  # errno.ENOSPC
+BUG, INTERRUPTED, TERMINATED, OUT_OF_RESOURCES, USAGE = 70, 130, 143, 5, 2
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Terminated(BaseException):
+    """The process got SIGTERM."""
 
 
 def exit_code_of(error: BaseException, arguments: Sequence[str]) -> int:
@@ -26,10 +31,10 @@ def exit_code_of(error: BaseException, arguments: Sequence[str]) -> int:
     if "--json" in before:
         print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}), flush=True)
     else:
-        print(f"error: {message}" if code != INTERRUPTED else message, file=sys.stderr)
+        print(message if code in (INTERRUPTED, TERMINATED) else f"error: {message}", file=sys.stderr)
     if (
         logging.getLogger("khtst_compile").isEnabledFor(logging.INFO)
-        and code != INTERRUPTED
+        and code not in (INTERRUPTED, TERMINATED)
         and not isinstance(error, click.ClickException)
     ):
         traceback.print_exception(error, file=sys.stderr)
@@ -43,13 +48,15 @@ def describe(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         done = console.done_so_far()
         return INTERRUPTED, "Interrupted", f"interrupted; {done}; no output was written"
+    if isinstance(error, Terminated):
+        return TERMINATED, "Terminated", f"terminated; {console.done_so_far()}; no output was written"
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         return USAGE, "UsageError", error.format_message() + hint
     if isinstance(error, MemoryError) or _torch_out_of_memory(error):
         return OUT_OF_RESOURCES, "ResourceError", "out of memory; use a smaller --limit or --max-length, or a machine with more"
-    if isinstance(error, OSError) and error.errno == _NO_SPACE:
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return OUT_OF_RESOURCES, "ResourceError", f"no space left on the disk of {error.filename}; free some or choose another"
     if isinstance(error, PermissionError):
         return USAGE, "UsageError", f"{error.filename}: permission denied; choose a path you may use"

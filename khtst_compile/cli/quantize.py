@@ -10,6 +10,8 @@ import click
 from khtst_compile.cli.console import Console, common, table
 from khtst_compile.errors import UsageError
 
+SHOWN = 12  # layers left alone that the summary names
+
 
 @click.command("quantize")
 @click.argument("model")
@@ -91,6 +93,9 @@ def summarize(folder: Path, manifest: dict[str, Any], seconds: float) -> dict[st
 def _text(summary: dict[str, Any]) -> str:
     rows = [(p["pass"], str(p["changed"]), str(len(p["skipped"])), f"{p['seconds']:.1f}") for p in summary["passes"]]
     lines = [table(("pass", "changed", "left alone", "s"), rows)]
-    lines += [f"{p['pass']} left alone {s['site']}: {s['reason']}" for p in summary["passes"] for s in p["skipped"]]
+    left = [f"{p['pass']} left alone {s['site']}: {s['reason']}" for p in summary["passes"] for s in p["skipped"]]
+    lines += left[:SHOWN]
+    if len(left) > SHOWN:
+        lines.append(f"... and {len(left) - SHOWN} more, which -v and --json name")
     lines.append(f"{summary['artifact']}: quantized by {summary['recipe']!r} in {summary['seconds']:.1f} s")
     return "\n".join(lines)

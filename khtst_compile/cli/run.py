@@ -18,21 +18,16 @@ from khtst_compile.errors import UsageError
 @common
 def command(console: Console, artifact: Path, inputs: Path, outputs: Path) -> None:
     """Run ARTIFACT, a folder written by `lower`, on arrays."""
-    import numpy as np
-
     from khtst_compile import runtime
+    from khtst_compile.arrays import read_arrays, write_arrays
 
     if not inputs.is_file():
         raise UsageError(f"--inputs {inputs}: no such file; needed: an .npz written by numpy.savez")
-    try:
-        with np.load(inputs, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, AttributeError) as error:
-        raise UsageError(f"--inputs {inputs}: not a plain .npz ({error}); write it with numpy.savez") from error
+    arrays = read_arrays(inputs)
     loaded = runtime.load(artifact, threads=console.threads)
     results = loaded.run(arrays)
     with staged_file(outputs) as temporary, temporary.open("wb") as stream:
-        np.savez(stream, **results)  # type: ignore[arg-type]
+        write_arrays(stream, results)
     shapes = {name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in results.items()}
     lines = [f"{name}: {value.dtype.name} {value.shape}" for name, value in results.items()]
     console.emit({"outputs": shapes, "file": str(outputs)}, "\n".join([*lines, f"written to {outputs}"]))

@@ -38,7 +38,18 @@ class ArtifactModule(InputModule):  # type: ignore[misc]
             raise UsageError(
                 f"{artifact}: outputs are {outputs}; needed: {OUTPUT!r}; quantize the model with task 'sentence-embedding'"
             )
+        self._tokenizer: Any = None
         self.encoder = TextEncoder(self.artifact.path / TOKENIZER, self.artifact.manifest, max_seq_length)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The artifact's tokenizer as transformers has it, for callers that count tokens; `preprocess` does not go through it."""
+        from transformers import PreTrainedTokenizerFast
+
+        if self._tokenizer is None:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(self.artifact.path / TOKENIZER, local_files_only=True)
+        self._tokenizer.model_max_length = self.max_seq_length
+        return self._tokenizer
 
     @property
     def max_seq_length(self) -> int:
@@ -61,7 +72,7 @@ class ArtifactModule(InputModule):  # type: ignore[misc]
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Adds "sentence_embedding": (texts, features) float32."""
         inputs = {s.name: np.ascontiguousarray(features[s.name].cpu().numpy()) for s in self.artifact.inputs}
-        features[OUTPUT] = torch.from_numpy(np.array(self.artifact.run(inputs)[OUTPUT]))
+        features[OUTPUT] = torch.from_numpy(run_in_parts(self.artifact, inputs)[OUTPUT])
         return features
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
@@ -72,3 +83,20 @@ class ArtifactModule(InputModule):  # type: ignore[misc]
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> ArtifactModule:
         """The module from a folder `save` wrote."""
         return cls(Path(model_name_or_path) / subfolder / FOLDER)
+
+
+def run_in_parts(artifact: runtime.Artifact, inputs: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """inputs: name -> (texts, ...), any number of texts -> outputs of as many rows, computed in batches of sizes the artifact takes.
+
+    The last rows are repeated where a batch would be smaller than the smallest.
+    """
+    axis = artifact.inputs[0].shape[0]
+    low, high = (axis, axis) if isinstance(axis, int) else artifact.manifest["axes"].get(axis, (1, 2**31))
+    total = len(next(iter(inputs.values())))
+    parts = max(-(-total // high), 1)
+    found: list[dict[str, np.ndarray[Any, Any]]] = []
+    for rows in np.array_split(np.arange(total), parts):
+        filled = np.concatenate([rows, np.full(max(low - len(rows), 0), rows[-1] if len(rows) else 0)])
+        results = artifact.run({name: np.ascontiguousarray(array[filled]) for name, array in inputs.items()})
+        found.append({name: np.array(value[: len(rows)]) for name, value in results.items()})
+    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}

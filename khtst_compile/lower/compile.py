@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 
 from khtst_compile import artifact, cpu
+from khtst_compile.arrays import write_arrays
+from khtst_compile.checks import require_space
 from khtst_compile.errors import OverBudget
 from khtst_compile.lower.digest import digest
 from khtst_compile.lower.relax import Graph, kernel_graph
@@ -26,6 +28,7 @@ from khtst_compile.targets import table
 from khtst_compile.targets.contract import Target
 
 Array = npt.NDArray[Any]
+CODE_BYTES = 16_000_000  # object files and a library; those of a transformer take a tenth of it
 
 
 def compile_program(
@@ -42,6 +45,8 @@ def compile_program(
     helpers: build what is not theirs. Raises OverBudget where a kernel does not compute what its operator means, or where two
     instruction sets differ in a bit.
     """
+    require_space(Path(tempfile.gettempdir()), CODE_BYTES, "linking (in the temporary folder, which TMPDIR names)")
+    require_space(folder, CODE_BYTES + sum(t.nbytes for t in program.tensors().values()), "a library with its weights")
     graph = kernel_graph(program)
     bar.advance(note="fused")
     arrays: dict[str, Array] = {}
@@ -63,7 +68,7 @@ def compile_program(
     report = ParityReport(tuple(replay(graph, outputs, taps, {k: torch.from_numpy(v) for k, v in inputs.items()})))
     report.require(f"lower for {name}")
     golden |= {f"lowered/{s.name}": v for s, v in zip(program.outputs, outputs, strict=True)}
-    np.savez(folder / artifact.GOLDEN, **golden)  # type: ignore[arg-type]
+    write_arrays(folder / artifact.GOLDEN, golden)
     bar.advance(note="compared")
     say(f"compared {len(report.rows)} kernel outputs with torch on {runner}: all within budget")
     kept = ("source", "recipe", "passes", "inputs", "outputs", "axes", "ranges", "meta")

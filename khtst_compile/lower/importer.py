@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,9 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
+from khtst_compile.lower.bounds import clip_indices
 from khtst_compile.program import Program, Rewriter, arguments
+from khtst_compile.quiet import quiet
 
 aten = torch.ops.aten
 
@@ -39,9 +40,8 @@ _COMPARISON = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
 
 def prepare(program: Program) -> Program:
     """Decompose to core ATen (khtst:: operators stay whole) and make every implied conversion explicit."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its tree library
-        return explicit_dtypes(replace(program, ep=program.ep.run_decompositions()))
+    with quiet():
+        return explicit_dtypes(clip_indices(replace(program, ep=program.ep.run_decompositions())))
 
 
 def explicit_dtypes(program: Program) -> Program:
@@ -134,9 +134,18 @@ def _clamp(node: fx.Node, importer: Any) -> Any:
     value = importer.env[node.args[0]]
     for bound, operation in zip(node.args[1:3], (relax.op.maximum, relax.op.minimum), strict=False):
         if bound is not None:
-            limit = importer.env[bound] if isinstance(bound, fx.Node) else relax.const(bound, value.ty.dtype)
+            limit = _number(importer, bound, value) if isinstance(bound, fx.Node) else relax.const(bound, value.ty.dtype)
             value = importer.block_builder.emit(operation(value, limit))
     return value
+
+
+def _number(importer: Any, bound: fx.Node, like: Any) -> Any:
+    """A bound that is computed: a tensor, or a symbolic size, of which TVM makes a tensor only by counting."""
+    limit, emit = importer.env[bound], importer.block_builder.emit
+    if isinstance(bound.meta["val"], torch.Tensor):
+        return limit
+    one = emit(relax.op.arange(limit, limit + 1, 1, dtype=like.ty.dtype))
+    return one if like.ty.ndim else emit(relax.op.squeeze(one, [0]))
 
 
 def _extreme(node: fx.Node, importer: Any) -> Any:
@@ -161,27 +170,6 @@ def _elu(node: fx.Node, importer: Any) -> Any:
     return emit(relax.op.multiply(chosen, constant(scale)))
 
 
-def _gather(node: fx.Node, importer: Any) -> Any:
-    """gather(x, axis, index), the index clipped where the size is known: TVM reads whatever lies beside the tensor otherwise."""
-    emit, x, index = importer.block_builder.emit, importer.env[node.args[0]], importer.env[node.args[2]]
-    axis = int(node.args[1])  # type: ignore[arg-type]
-    size = node.args[0].meta["val"].shape[axis]  # type: ignore[union-attr]
-    low = emit(relax.op.maximum(index, relax.const(0, index.ty.dtype)))
-    if isinstance(size, int):
-        low = emit(relax.op.minimum(low, relax.const(size - 1, index.ty.dtype)))
-    return emit(relax.op.gather_elements(x, low, axis=axis))
-
-
-def _index(node: fx.Node, importer: Any) -> Any:
-    """`x[:, i]` with one tensor of indices, clipped: TVM's own take is unchecked."""
-    x, indices = importer.env[node.args[0]], list(node.args[1])  # type: ignore[arg-type]
-    given = [(axis, importer.env[i]) for axis, i in enumerate(indices) if i is not None]
-    if len(given) != 1 or given[0][1].ty.dtype == "bool":
-        return importer._index_tensor(node)
-    axis, index = given[0]
-    return importer.block_builder.emit(relax.op.take(x, index, axis=axis, mode="clip"))
-
-
 def _select(node: fx.Node, importer: Any) -> Any:
     """`x[..., i, ...]`, without TVM's unchecked take."""
     x, axis, index = importer.env[node.args[0]], int(node.args[1]), node.args[2]  # type: ignore[arg-type]
@@ -200,8 +188,6 @@ CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "clamp.default": _clamp,
     "elu.default": _elu,
     "select.int": _select,
-    "index.Tensor": _index,
-    "gather.default": _gather,
     "amax.default": _extreme,
     "amin.default": _extreme,
 }

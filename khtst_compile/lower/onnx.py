@@ -6,15 +6,12 @@ they still exist (a quantized linear's output is called as its node, its int32 s
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import errno
 import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +25,10 @@ from torch import fx
 from khtst_compile import __version__
 from khtst_compile.contract import Report
 from khtst_compile.errors import LoweringError, ResourceError, UsageError
+from khtst_compile.lower.onnx_masks import zero_hidden_rows
 from khtst_compile.lower.onnx_ops import DOMAIN, KhtstLowering, Lowered, translation_table
 from khtst_compile.program import Program, TensorSpec, source_line
+from khtst_compile.quiet import quiet
 
 OPSETS = (18, 23)  # 18: the oldest torch.onnx translates to; 23: the newest onnxruntime 1.20 .. 1.32 all load
 ROTATIONS = ("matmul", "exact")
@@ -79,7 +78,7 @@ def export_onnx(
     if target.is_dir():
         raise UsageError(f"onnx: {str(target)!r} is a folder; needed: a file name")
     say = report or (lambda line: None)
-    model = _translate(program, opset)
+    model = _translate(zero_hidden_rows(program), opset)
     say(f"onnx: {len(program.graph.nodes)} graph nodes translated to opset {opset}")
     done = KhtstLowering(model, rotation).run()
     _tidy(model)
@@ -93,7 +92,7 @@ def export_onnx(
 def _translate(program: Program, opset: int) -> ir.Model:
     """torch.onnx's translation, khtst:: operators as opaque nodes."""
     try:
-        with _quiet():
+        with quiet("torch.onnx"):
             converted = torch.onnx.export(
                 program.ep,
                 dynamo=True,
@@ -106,20 +105,6 @@ def _translate(program: Program, opset: int) -> ir.Model:
         raise LoweringError(_why_not(program.graph, error)) from error
     assert converted is not None
     return converted.model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch.onnx warns about packages that are not installed and about its own deprecations: nothing a user could act on."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _why_not(graph: fx.Graph, error: BaseException) -> str:
@@ -250,7 +235,8 @@ def _write(model: ir.Model, target: Path, external_above: int) -> Path | None:
             (folder / data_name).replace(final_data)
         (folder / target.name).replace(target)
     except OSError as error:
-        raise ResourceError(
+        kind = ResourceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+        raise kind(
             f"onnx: cannot write {str(target)!r}: {error.strerror or error}; free space or choose another place"
         ) from error
     finally:

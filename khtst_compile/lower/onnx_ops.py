@@ -6,8 +6,10 @@ int8 x int8 has no fast kernel before AVX-VNNI-INT8 (5 to 15 times slower); uint
 
 QuantizeLinear with scale 1 does "round half to even, add the zero point, narrow" in one pass over the row; the multiplication by
 127 / absmax that precedes it is the same single float32 product as in `khtst::quantize_rows`. The codes therefore have the same
-bits as long as the row is finite and, if it is rotated, the rotation is exact (see `rotate`). Of a row that holds NaN or
-infinity the codes are undefined here: removing them costs 3 to 4 times the quantizer itself.
+bits as long as the row is finite and, if it is rotated, the rotation is exact (see `rotate`). Of a row that holds an infinity the codes
+are undefined here (removing them costs 3 to 4 times the quantizer itself), but its dynamic scale is infinite, so nothing finite comes of
+it. Of a row that holds NaN the result is undefined: onnxruntime's ReduceMax may pass over it, and looking for it would take another
+pass over the row.
 """
 
 from __future__ import annotations

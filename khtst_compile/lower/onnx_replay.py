@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import torch
 from torch import fx
 
 from khtst_compile.errors import ArtifactError
+from khtst_compile.lower.digest import digest
 from khtst_compile.ops.w8a8_linear import int8_matmul, w8a8_linear_reference
 from khtst_compile.parity import Row, codes_differ, worst_ulp_of_terms
 from khtst_compile.program import Program, arguments, call_nodes, site_of
@@ -42,13 +44,19 @@ def replay_onnx(program: Program, model: Path, inputs: dict[str, Array], threads
     """
     linears = list(call_nodes(program.graph, torch.ops.khtst.w8a8_linear.default))
     returned = arguments(next(n for n in reversed(program.graph.nodes) if n.op == "output"))[0]
-    public = {n.name: s.name for n, s in zip(returned, program.outputs, strict=True)}
-    products, values = _run(model, [public.get(n.name) for n in linears], inputs, threads)
-    if len(products) != len(linears):
+    public = dict(reversed([(n.name, s.name) for n, s in zip(returned, program.outputs, strict=True)]))
+    proto = onnx.load(str(model))
+    count = sum(n.op_type == "MatMulInteger" for n in proto.graph.node)
+    # The exporter computes equal products once.
+    first = _first_equal(program) if count < len(linears) else {n: n for n in linears}
+    same = {n: [m for m in linears if first[m] is n] for n in linears if first[n] is n}
+    if count != len(same):
         raise ArtifactError(
-            f"{model}: has {len(products)} int8 products, the reference {len(linears)}; it was exported from another program; export again"
+            f"{model}: has {count} int8 products, the reference {len(same)}; it was exported from another program; export again"
         )
-    pairs = dict(zip((n.name for n in linears), products, strict=True))
+    names = [next((public[m.name] for m in equal if m.name in public), None) for equal in same.values()]
+    products, values = _run(proto, names, inputs, threads)
+    pairs = {m.name: p for equal, p in zip(same.values(), products, strict=True) for m in equal}
     seen: dict[str, Any] = dict(program.tensors())
     rows: list[Row] = []
 
@@ -65,18 +73,31 @@ def replay_onnx(program: Program, model: Path, inputs: dict[str, Array], threads
     return rows
 
 
+def _first_equal(program: Program) -> dict[fx.Node, fx.Node]:
+    """Node -> the first node of the same value: an equal stored tensor, or the same operator on the same, or equal, arguments."""
+    tensors = program.tensors()
+    seen: dict[Any, fx.Node] = {}
+    first: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        key: Any = node
+        if node.name in tensors and node.op == "placeholder":
+            value = tensors[node.name].numpy()
+            key = (value.dtype, value.shape, digest(value))
+        elif node.op == "call_function":
+            key = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: first[n])))
+        first[node] = seen.setdefault(key, node)
+    return first
+
+
 def _run(
-    model: Path, public: list[str | None], inputs: dict[str, Array], threads: int | None
+    proto: Any, public: list[str | None], inputs: dict[str, Array], threads: int | None
 ) -> tuple[list[_Product], dict[str, Array]]:
     """The int8 products in graph order, and every value they name. public: names of those results that are outputs of the model."""
-    import onnx
     import onnxruntime
 
-    proto = onnx.load(str(model))
     found = [n for n in proto.graph.node if n.op_type == "MatMulInteger"]
-    shown = [*public, *([None] * len(found))]
     products = [
-        _Product(n.input[0], n.output[0], name or n.output[0].removesuffix(".acc")) for n, name in zip(found, shown, strict=False)
+        _Product(n.input[0], n.output[0], name or n.output[0].removesuffix(".acc")) for n, name in zip(found, public, strict=True)
     ]
     names = list(dict.fromkeys(name for p in products for name in (p.codes, p.sums, p.output)))
     if not names:  # asked for nothing, onnxruntime would return everything

@@ -123,9 +123,11 @@ def _original(
     import torch
 
     from khtst_compile.capture import capture
+    from khtst_compile.capture.tasks import known_task
     from khtst_compile.lower.layers import layer_outputs
 
-    program = capture(str(reference), task=task or folder.manifest["meta"].get("task"))
+    meta = folder.manifest["meta"]
+    program = capture(str(reference), task=task or known_task(meta), shapes=meta.get("shapes"), seed=int(meta.get("seed", 0)))
     names = [s.name for s in program.inputs]
     if sorted(names) != sorted(inputs):
         raise UsageError(

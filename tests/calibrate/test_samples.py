@@ -199,10 +199,10 @@ def test_other_errors(tmp_path: Path, text_program: Program, array_program: Prog
     with pytest.raises(CalibrationError, match="one array, but the model reads"):
         load_samples(tmp_path / "one.npy", text_program)
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(CalibrationError, match="not a plain numpy file"):
+    with pytest.raises(CalibrationError, match="not a plain"):
         load_samples(tmp_path / "objects.npy", array_program)
     write(tmp_path / "cut.npz", "PK not really")
-    with pytest.raises(CalibrationError, match="not a plain numpy file"):
+    with pytest.raises(CalibrationError, match="not a plain"):
         load_samples(tmp_path / "cut.npz", array_program)
     write(tmp_path / "r.jsonl", '{"input": [1.0, 2.0, 3.0]}\n{"input": [1.0, 2.0]}\n')
     with pytest.raises(CalibrationError, match=r"sample 2: input 'input' has shape \(2,\)"):
@@ -217,3 +217,68 @@ def test_fixed_batch_takes_whole_batches_only(tmp_path: Path, caplog: pytest.Log
     assert samples.count == 8 and [len(b["input"]) for b in samples] == [4, 4] and "last 2 samples" in caplog.text
     with pytest.raises(CalibrationError, match="at least 4 are needed"):
         load_samples(npz(tmp_path / "y.npz", input=np.zeros((3, 3), np.float32)), program)
+
+
+def test_damaged_and_foreign_array_files(array_program: Program, tmp_path: Path) -> None:
+    np.savez(tmp_path / "good.npz", x=np.zeros((4, 3), np.float32))
+    data = (tmp_path / "good.npz").read_bytes()
+    files = {"cut.npz": data[:100], "flipped.npz": bytes([*data[:180], data[180] ^ 255, *data[181:]]), "zip.npy": data}
+    np.save(tmp_path / "whole.npy", np.zeros((4, 3), np.float32))
+    files |= {"cut.npy": (tmp_path / "whole.npy").read_bytes()[:100], "header.npy": b"\x93NUMPY\x01\x00\x10\x00{'descr': [[[["}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CalibrationError, match=name.replace(".", r"\.")) as caught:
+            load_samples(tmp_path / name, array_program)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz"])
+def test_the_other_byte_order_gives_the_same_values(array_program: Program, tmp_path: Path, kind: str) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    other = values.astype(np.dtype(np.float32).newbyteorder("S"))
+    file = tmp_path / f"x.{kind}"
+    np.save(file, other) if kind == "npy" else np.savez(file, **{array_program.inputs[0].name: other})
+    (batch,) = load_samples(file, array_program)
+    assert np.array_equal(next(iter(batch.values())).numpy(), values)
+
+
+@pytest.mark.parametrize("bad", [-1, 8, 2**40])
+def test_ids_outside_the_table_name_the_sample(text_program: Program, tmp_path: Path, bad: int) -> None:
+    ids = np.ones((3, 5), np.int64)
+    ids[2, 4] = bad
+    np.savez(tmp_path / "x.npz", input_ids=ids, attention_mask=np.ones((3, 5), np.int64))
+    with pytest.raises(CalibrationError, match=r"'input_ids', sample 2 holds ids .*needed: 0\.\.7"):
+        list(load_samples(tmp_path / "x.npz", text_program))
+
+
+def test_an_index_that_only_running_finds_is_named_too() -> None:
+    class Shifted(Embedder):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids + 5, attention_mask)
+
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    program = capture_module(Shifted().eval(), {"input_ids": ids, "attention_mask": ids})
+    batch = {"input_ids": ids + 4, "attention_mask": ids}
+    with pytest.raises(CalibrationError, match="indexes past the end of a table"):
+        calibrate(program, Samples(2, "here", False, lambda: iter([batch])))
+
+
+def test_text_no_utf8_can_hold(text_program: Program, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.json", r'["a b", "c \ud800 d"]')
+    with pytest.raises(CalibrationError, match=r"text 2 holds '\\ud800'"):
+        load_samples(path, text_program)
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.jsonl"])
+def test_json_nested_too_deep(text_program: Program, tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, "[" * 200_000)
+    with pytest.raises(CalibrationError, match="not JSON"):
+        load_samples(path, text_program)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_length_without_room_for_text_is_refused(text_program: Program, tmp_path: Path, length: int) -> None:
+    path = write(tmp_path / "x.txt", "a b c d\n")
+    with pytest.raises(CalibrationError, match="needed: a maximum length of at least 3"):
+        load_samples(path, text_program, max_length=length)
+    assert tokens(load_samples(path, text_program, max_length=3)) == [[2, 4, 3]]

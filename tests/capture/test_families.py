@@ -235,3 +235,85 @@ def test_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"(aten|transformers|torch)\S*(histc|grouped_mm|one_hot|nonzero).*") as caught:
         capture(tmp_path)
     assert "modeling_qwen3_moe.py" in str(caught.value) or "moe.py" in str(caught.value)
+
+
+class Drawn(nn.Module):
+    """A linear and whatever `function` draws."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.linear, self.function = nn.Linear(16, 16), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+def attend(y: torch.Tensor, dropout: float) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], dropout_p=dropout)
+
+
+RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "randn_like": lambda y: y + torch.randn_like(y),
+    "rand_like": lambda y: y + torch.rand_like(y),
+    "rand": lambda y: y + torch.rand(16),
+    "randint": lambda y: y + torch.randint(0, 3, (16,)),
+    "bernoulli": lambda y: y * torch.bernoulli(torch.sigmoid(y)),
+    "multinomial": lambda y: y + torch.multinomial(torch.sigmoid(y), 1),
+    "normal": lambda y: torch.normal(y, 1.0),
+    "dropout": lambda y: nn.functional.dropout(y, training=True),
+    "feature_dropout": lambda y: nn.functional.dropout1d(y, training=True),
+    "rrelu": lambda y: nn.functional.rrelu(y, training=True),
+    "scaled_dot_product_attention": lambda y: attend(y, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_what_draws_random_numbers_is_refused_with_its_line(name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{name}.*draws random numbers") as caught:
+        capture_module(Drawn(RANDOM[name]).eval(), (torch.randn(4, 16),))
+    assert "test_families.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda y: nn.functional.dropout(y, training=False), lambda y: nn.functional.rrelu(y), lambda y: attend(y, 0.0)],
+    ids=["dropout", "rrelu", "attention"],
+)
+def test_what_could_draw_but_does_not_is_taken(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    capture_module(Drawn(function).eval(), (torch.randn(4, 16),))
+
+
+class Products(nn.Module):
+    """(batch, 5, 16) float32 times constants, written in ways that are no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(16, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.a.T
+        x = torch.einsum("bsk, nk -> bsn", x, self.b)
+        return torch.matmul(x, self.c.transpose(0, 1))
+
+
+def test_products_with_constants_are_captured_as_linears() -> None:
+    module, x = Products().eval(), torch.randn(4, 5, 16)
+    program = capture_module(module, (x,))
+    targets = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert targets == [torch.ops.aten.linear.default] * 3
+    with torch.no_grad():
+        torch.testing.assert_close(program.run({"x": x})["output"], module(x), rtol=1e-5, atol=1e-4)
+
+
+def test_other_einsums_and_attention_stay_as_they_are() -> None:
+    class Other(Products):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.einsum("bsk,kn->bsn", x, self.a) @ self.b
+            return torch.einsum("bsk,btk->bst", x, x) @ x
+
+    module, x = Other().eval(), torch.randn(4, 5, 16)
+    program = capture_module(module, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(program.run({"x": x})["output"], module(x), rtol=1e-5, atol=1e-3)
+    assert torch.ops.aten.linear.default not in [n.target for n in program.graph.nodes]

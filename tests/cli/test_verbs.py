@@ -96,7 +96,14 @@ def test_bench_times_every_engine(cli: Cli, made: Made) -> None:
 def test_inspect(cli: Cli, made: Made) -> None:
     found = json.loads(cli("inspect", made.library, "--json").stdout)
     assert found["kind"] == "library" and found["recipe"] == RECIPE
-    assert "x86-avx2" in cli("inspect", made.library).stdout
+    short, long = cli("inspect", made.library).stdout, cli("inspect", made.library, "--all").stdout
+    assert (
+        "library for x86-avx2" in short
+        and "x float32 (batch, 32)" in short
+        and "w8a8 left alone 1: kept float32 as asked" in short
+    )
+    assert len(short.splitlines()) <= 24 < len(long.splitlines())  # one screen
+    assert found["files"]["model.so"]["sha256"] in long
 
 
 def test_passes_and_targets(cli: Cli) -> None:
@@ -117,7 +124,9 @@ def test_notes_go_to_standard_error_and_quiet_hides_them(cli: Cli, made: Made, t
     loud = cli("quantize", "tests.tiny:mlp", "--random", "-o", tmp_path / "a", "--recipe", "w8a8", "--limit", 8)
     quiet = cli("quantize", "tests.tiny:mlp", "--random", "-o", tmp_path / "b", "--recipe", "w8a8", "--limit", 8, "-q")
     assert "calibrate" in loud.stderr and "calibrate: " not in loud.stdout
-    assert "captured" not in quiet.stderr and "random" in quiet.stderr  # the warning stays
+    assert quiet.stderr == ""
+    told = cli("quantize", "tests.tiny:mlp", "--random", "-o", tmp_path / "c", "--limit", 8, "-v", "--keep-fp32", "he*d")
+    assert "INFO: w8a8 left alone head: kept float32 as asked" in told.stderr and " s] calibrated on" in told.stderr
 
 
 def test_dump_and_seed_and_shapes(cli: Cli, tmp_path: Path) -> None:

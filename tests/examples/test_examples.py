@@ -83,6 +83,31 @@ def test_artifact_module_equals_the_artifact(tree: Path, bert: Path) -> None:
     model.save(str(tree / "saved"))
     again = sentence_transformers.SentenceTransformer(str(tree / "saved"), trust_remote_code=True)
     assert np.array_equal(again.encode(texts[:2]), encoded[:2])
+    assert model.tokenizer(texts[:1])["input_ids"] == module.encoder(texts[:1])["input_ids"].tolist()
+    assert model.tokenizer.model_max_length == 8
+
+
+@pytest.mark.parametrize("axes, shape", [({"batch": [2, 3]}, "batch"), ({}, 3)])
+def test_any_number_of_texts_goes_through_in_batches_the_artifact_takes(axes: dict[str, list[int]], shape: str | int) -> None:
+    pytest.importorskip("sentence_transformers")
+    from khtst_compile.integrations.sentence_transformers import run_in_parts
+    from khtst_compile.signature import TensorSpec, check_inputs
+
+    specs = (TensorSpec("x", "int64", (shape, 2)),)
+    sizes: list[int] = []
+
+    class Artifact:
+        inputs, manifest = specs, {"axes": axes}
+
+        def run(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            check_inputs(inputs, specs, axes, {})
+            sizes.append(len(inputs["x"]))
+            return {"y": inputs["x"] * 2}
+
+    for total in (1, 2, 3, 4, 7):
+        x = np.arange(2 * total).reshape(total, 2)
+        assert np.array_equal(run_in_parts(Artifact(), {"x": x})["y"], 2 * x)  # type: ignore[arg-type]
+    assert set(sizes) <= {2, 3}
 
 
 def console_commands() -> list[str]:
@@ -105,6 +130,27 @@ def test_readme_python(tree: Path) -> None:
     shown = run([sys.executable, "-c", block], tree)
     wanted = re.findall(r"^print\(.*\) +# (.*)$", block, re.MULTILINE)
     assert [line for line in shown.splitlines() if line in wanted] == wanted and len(wanted) == 3
+
+
+def test_python_page(tree: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shown = run([sys.executable, "-c", "\n".join(blocks)], tree).splitlines()
+    wanted = re.findall(r"^ *print\(.*\) +# (.*)$", "\n".join(blocks), re.MULTILINE)
+    assert len(wanted) == 7 and [line for line in shown if line in wanted] == wanted
+    assert all(f"`{name}(" in page for name in ("quantize", "lower", "export", "verify", "inspect", "bench", "load"))
+
+
+def test_calibration_page_names_what_is_read(tree: Path) -> None:
+    page = (ROOT / "docs" / "calibration.md").read_text()
+    commands = [c for b in re.findall(r"```console\n(.*?)```", page, re.DOTALL) for c in b.splitlines() if c.startswith("$ ")]
+    assert len(commands) == 3
+    np.save(tree / "x.npy", np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32))
+    run(["bash", "-euc", "\n".join(c[2:] for c in commands)], tree)
+    assert json.loads((tree / "out" / "b" / "manifest.json").read_text())["axes"] == {"batch": [1, 64]}
+    from khtst_compile.capture.tasks import TASKS
+
+    assert all(f"`{task}`" in page for task in TASKS)
 
 
 def test_readme_names_every_verb() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import khtst_compile as kc
 from khtst_compile import artifact
-from khtst_compile.errors import ArtifactError, EnvironmentProblem, OverBudget
+from khtst_compile.errors import ArtifactError, EnvironmentProblem, OverBudget, UsageError
 from khtst_compile.runtime import WEIGHTS
 
 HIT = "blocks.1.up"  # the layer the faults are planted in
@@ -134,3 +134,23 @@ def test_another_tvm_or_version_is_refused(copy: Path) -> None:
     edit(copy, lambda manifest, _: manifest.update(version=99))
     with pytest.raises(ArtifactError, match="version 99"):
         kc.load(copy)
+
+
+def test_the_original_of_a_file_and_of_a_seeded_factory(tmp_path: Path) -> None:
+    import torch
+
+    from tests.tiny import Mlp
+
+    batch = torch.export.Dim("batch", max=64)
+    torch.export.save(
+        torch.export.export(Mlp().eval(), (torch.randn(4, 32),), dynamic_shapes={"x": {0: batch}}), tmp_path / "m.pt2"
+    )
+    for name, source, seed in (("file", str(tmp_path / "m.pt2"), 0), ("factory", "tests.tiny:mlp", 7)):
+        kc.quantize(source, tmp_path / name, random=True, recipe="w8a8", limit=8, seed=seed)
+        report = kc.verify(tmp_path / name, reference=source)
+        assert report.ok, report.table(5)
+
+
+def test_a_model_folder_given_for_a_modules_original(library: Path, minilm: Path) -> None:
+    with pytest.raises(UsageError, match="is not the original"):
+        kc.verify(library, reference=minilm)

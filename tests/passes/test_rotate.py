@@ -110,7 +110,7 @@ def test_refuses_forms_that_do_not_exist(attention: Any, bad: dict[str, int]) ->
 
 
 def test_refuses_block_zero_and_quantized_programs(attention: Any) -> None:
-    with pytest.raises(PassError, match="leave the pass out"):
+    with pytest.raises(UsageError, match="leave the pass out"):
         rotated(attention, block=0)
     with pytest.raises(PassError, match="no linear layer is in the graph"):
         rotated(run_passes(attention, [W8A8()]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from khtst_compile.capture import capture_module
 from khtst_compile.contract import run_passes
 from khtst_compile.errors import PassError, UsageError
 from khtst_compile.ops.quantize_rows import quantize_rows_reference
@@ -221,3 +222,23 @@ def test_refuses_what_makes_no_sense(attention: Any, make: Any) -> None:
 def test_a_layer_that_got_lost_is_caught(attention: Any, make: Any) -> None:
     with pytest.raises(PassError, match="5 linear layers went in, 1 quantized and 0 float32 came out"):
         W8A8().ensures(attention, quantized(make(nn.Sequential(nn.Linear(32, 8)))))
+
+
+def test_products_in_other_forms_are_named() -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.wide = nn.Conv1d(16, 16, 1), nn.Conv1d(16, 16, 3, padding=1)
+            self.a, self.b, self.linear = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.wide(self.conv(x.transpose(1, 2))).transpose(1, 2)
+            return self.linear(torch.einsum("bsk,kn->bsn", x, self.a) @ (self.b * 2))
+
+    program = run_passes(capture_module(Other().eval(), (torch.randn(4, 5, 16),)), [W8A8()])
+    entry = program.history[-1]
+    assert entry["changed"] == 1
+    reasons = {s["site"]: s["reason"] for s in entry["skipped"]}
+    assert len(reasons) == 3 and "a convolution of one point" in reasons["conv"]
+    assert any("einsum 'bsk,kn->bsn'" in r for r in reasons.values())
+    assert any("computed from constants" in r for r in reasons.values())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
 
+import khtst_compile as kc
+from khtst_compile.capture.factory import capture_module
 from khtst_compile.errors import LoweringError, ResourceError, UsageError
 from khtst_compile.lower import onnx as lower_onnx
 from khtst_compile.lower.onnx import export_onnx
@@ -212,3 +215,52 @@ def test_an_output_that_is_an_input_keeps_both_names(tmp_path: Path) -> None:
     s = session(tmp_path / "same.onnx")
     assert ([i.name for i in s.get_inputs()], [o.name for o in s.get_outputs()]) == (["x"], ["y"])
     assert torch.equal(run(s, {"x": torch.full((2, 3), 7.0)})["y"], torch.full((2, 3), 7.0))
+
+
+class Repeated(nn.Module):
+    """One linear called twice on one input, the results told apart by what follows; its own output is returned too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.linear(x), self.linear(x)
+        return self.head(first + 2 * second), second
+
+
+def test_equal_products_that_the_exporter_merges_are_verified(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    program = capture_module(Repeated().eval(), (torch.randn(4, 32),))
+    kc.quantize(program, tmp_path / "q", random=True, recipe="w8a8", limit=8)
+    kc.export(tmp_path / "q", tmp_path / "o")
+    report = kc.verify(tmp_path / "o", reference=tmp_path / "q")
+    assert report.ok, report.table(5)
+    assert [r.site for r in report.rows if r.what == "int32 sums"] == ["linear", "linear", "head"]
+
+
+class Masked(nn.Module):
+    """(batch, 2, 4, 8) float32 attending to itself twice under one mask."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(attend(x, x, x, mask), x, x, mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "one row for all"])
+def test_attention_rows_that_see_nothing_are_zero_as_in_torch(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 2, 4, 8), torch.rand(3, 1, 1 if kind == "one row for all" else 4, 4) > 0.3
+    mask[1, 0, 0] = False
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if kind == "float" else mask
+    program = capture_module(Masked().eval(), (x, given))
+    want = Masked()(x, given).numpy()
+    assert (want[1, :, 0] == 0).all(), "what torch defines"
+    export_onnx(program, tmp_path / "m.onnx")
+    session = ort.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"x": x.numpy(), "mask": given.numpy()})
+    assert (got[1, :, 0] == 0).all()
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)  # softmax and two products of 4 and 8 terms, in another order
+    x[0, 0, 1, 2] = torch.nan
+    (got,) = session.run(None, {"x": x.numpy(), "mask": given.numpy()})
+    assert np.isnan(got[0, 0, 1]).all(), "a NaN is not hidden with them"

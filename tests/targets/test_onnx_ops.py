@@ -274,3 +274,19 @@ def test_every_byte_of_the_weight_counts(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "bad.onnx")
     (good,), (bad,) = run(session(tmp_path / "l.onnx"), *x), run(session(tmp_path / "bad.onnx"), *x)
     assert (good != bad).any(-1).any() and torch.equal(good[..., :3], bad[..., :3])
+
+
+@pytest.mark.parametrize("block, points", [(0, 0), (32, 32)])
+def test_a_row_with_an_infinity_gives_nothing_finite_and_spoils_no_other(block: int, points: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight, scale = torch.randint(-127, 128, (8, 64), dtype=torch.int8), torch.rand(8)
+    module = Both(Quantizer(None, None, block, points), [Linear(weight, scale, torch.randn(8))])
+    x = torch.randn(2, 3, 64)
+    x[1, 2, 5] = torch.inf
+    program = program_of(module, x, outputs=1)
+    export_onnx(program, tmp_path / "m.onnx")
+    session = ort.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"in0": x.numpy()})
+    for result in (program.run({"in0": x})["out0"].numpy(), got):
+        assert not np.isfinite(result[1, 2]).any()
+        assert np.isfinite(np.delete(result.reshape(6, 8), 5, axis=0)).all()
