@@ -27,6 +27,16 @@ ALONG_AXIS = (
 SCATTERS = (aten.scatter.src, aten.scatter.reduce, aten.scatter_add.default, aten.scatter_reduce.two)
 # Operators (tensor, [index or None for each axis], ...): an index may count from the end.
 BY_POSITION = (aten.index.Tensor, aten.index_put.default)
+# Operators whose values are some of their first argument's, whatever its integer type.
+SAME_VALUES = (
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.permute.default,
+    aten.clone.default,
+)
 # Operators that write or read by index in forms nothing here has a check for.
 UNCHECKED = (aten.put.default, aten.take.default, aten.masked_scatter.default, aten._embedding_bag_forward_only.default)
 
@@ -79,6 +89,8 @@ def _clipped(rw: Rewriter, node: fx.Node, source: fx.Node, axis: int, index: fx.
             raise LoweringError(f"{_where(node)}: index {low}..{high} on an axis of {size}; correct the stored index")
         if low >= 0:
             return index
+    if _is_inside(rw, index, size):
+        return index
     last: Any = size - 1
     if not isinstance(size, int):
         size = rw.call(aten.sym_size.int, source, axis, before=node)
@@ -87,6 +99,22 @@ def _clipped(rw: Rewriter, node: fx.Node, source: fx.Node, axis: int, index: fx.
         negative = rw.call(aten.lt.Scalar, index, 0, before=node)
         index = rw.call(aten.where.self, negative, rw.call(aten.add.Tensor, index, size, before=node), index, before=node)
     return rw.call(aten.clamp.default, index, 0, last, before=node)
+
+
+def _is_inside(rw: Rewriter, index: fx.Node, size: Any) -> bool:
+    """Whether an index is in range by its making: counted up to the very size, or part of a stored tensor that is in range."""
+    while index.op == "call_function" and index.target in SAME_VALUES:
+        index = arguments(index)[0]
+    constant = rw.value(index)
+    if constant is not None:
+        return bool(constant.numel()) and int(constant.min()) >= 0 and isinstance(size, int) and int(constant.max()) < size
+    given = arguments(index)
+    if index.target is aten.arange.default:
+        given = (0, *given)
+    elif index.target is not aten.arange.start_step or (len(given) > 2 and given[2] != 1):
+        return False
+    start, end = given[0], given[1].meta["val"] if isinstance(given[1], fx.Node) else given[1]
+    return isinstance(start, int) and start >= 0 and str(end) == str(size)
 
 
 def _narrowed(rw: Rewriter, node: fx.Node, source: fx.Node, index: fx.Node) -> fx.Node:

@@ -13,6 +13,8 @@ from torch import nn
 import khtst_compile as kc
 from khtst_compile.capture.factory import capture_module
 from khtst_compile.errors import LoweringError
+from khtst_compile.lower.relax import kernel_graph
+from khtst_compile.program import call_nodes
 
 ROWS, WIDTH = 4, 16
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,3 +113,15 @@ def test_a_mask_chooses_elements(tmp_path: Path) -> None:
 def test_forms_without_a_check_are_refused(function: Function, tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match="indexes memory unchecked"):
         artifact_of(function, tmp_path)
+
+
+def test_an_index_that_is_in_range_by_its_making_costs_nothing() -> None:
+    def rows(y: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        counted = torch.arange(y.shape[0])[:, None]
+        stored = torch.tensor([[3, 0], [1, 2]])[:, :1]
+        return y[counted].sum() + y.gather(1, stored.expand(2, 4)[:1]) + ids[:, None]
+
+    program = capture_module(Indexed(rows).eval(), (torch.randn(ROWS, WIDTH), torch.arange(4)), shapes={"x.0": (1, 8)})
+    graph = kernel_graph(program).program.graph
+    assert list(call_nodes(graph, torch.ops.aten.index.Tensor)) and list(call_nodes(graph, torch.ops.aten.gather.default))
+    assert not list(call_nodes(graph, torch.ops.aten.clamp.default))
