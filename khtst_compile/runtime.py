@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import statistics
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,7 @@ class Engine:
         from tvm import relax
 
         self._tvm, self._lock, self._threads = tvm, threading.Lock(), threads
+        self._library = library
         self._arrays = weights  # kernels read these in place
         self._weights = tvm_ffi.convert([_tensor(tvm, a) for a in weights])
         try:
@@ -68,9 +73,68 @@ class Engine:
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
         """Run `function` ("main" or "taps") and return what it returns."""
-        with self._lock, _workers(self._threads):
+        with self._lock, workers(self._threads):
             results = self._functions[function](*(_tensor(self._tvm, a) for a in arrays), self._weights)
             return [r.numpy() for r in results]
+
+    def trace(self, function: str, arrays: list[Array], runs: int) -> list[Step]:
+        """The calls of kernels in the order of execution, each with the median of its times over `runs` runs.
+
+        Raises EnvironmentProblem where the program's calls cannot be seen.
+        """
+        from tvm import relax
+
+        now = time.thread_time if self._threads == 1 else time.perf_counter
+        constants = {w.__chandle__() for w in self._weights}
+        seen: list[list[Step]] = []
+        started = 0.0
+
+        def watch(func: Any, name: str, before: bool, result: Any, *args: Any) -> None:
+            nonlocal started
+            if before:
+                started = now()
+                return
+            spent = now() - started
+            if not name.startswith("vm.builtin."):
+                given = [a for a in args if hasattr(a, "shape") and hasattr(a, "dtype")]
+                seen[-1].append(Step(name, tuple(_operand(a, a.__chandle__() in constants) for a in given), spent))
+
+        # A machine of its own: one that was watched once stays slow.
+        machine = relax.VirtualMachine(self._tvm.runtime.load_module(str(self._library)), self._tvm.cpu())
+        machine.set_instrument(watch)
+        called = machine[function]
+        with self._lock, workers(self._threads):
+            tensors = [_tensor(self._tvm, a) for a in arrays]
+            for _ in range(runs + 1):
+                seen.append([])
+                called(*tensors, self._weights)
+        if not seen[0]:
+            raise EnvironmentProblem(f"{self._library}: its calls cannot be watched; lower again with this version")
+        columns = zip(*seen[1:], strict=True)  # the first run only warms up
+        return [replace(calls[0], seconds=statistics.median(c.seconds for c in calls)) for calls in columns]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor a kernel was called with. bytes: of all of it; weight: whether it is one of the program's constants."""
+
+    shape: tuple[int, ...]
+    bytes: int
+    weight: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a kernel: its tensors, results last, and its time (CPU time of the caller with one thread, else wall time)."""
+
+    kernel: str
+    operands: tuple[Operand, ...]
+    seconds: float
+
+
+def _operand(tensor: Any, weight: bool) -> Operand:
+    shape = tuple(int(n) for n in tensor.shape)
+    return Operand(shape, math.prod(shape) * np.dtype(str(tensor.dtype)).itemsize, weight)
 
 
 class Artifact:
@@ -109,6 +173,10 @@ class Artifact:
         taps = zip(self.manifest["taps"], results[count:], strict=True)
         return outputs, [logical(t["kind"], t["features"], r, offset) for t, r in taps]
 
+    def trace(self, inputs: dict[str, Array], runs: int = 1) -> list[Step]:
+        """The program as it is executed on these inputs: its kernels in order, each with its median time over `runs` runs."""
+        return self._engine.trace("main", self._check(inputs), runs)
+
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))
 
@@ -118,7 +186,7 @@ _pool_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _workers(threads: int) -> Iterator[None]:
+def workers(threads: int) -> Iterator[None]:
     """Run the block with that many kernel threads, each on a core of its own; the caller's affinity is as before afterwards.
 
     Left to itself TVM ties the caller to the first core for good, and lets a worker land there too: a second thread then gains nothing.

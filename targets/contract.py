@@ -24,6 +24,8 @@ class KernelCall:
     outputs: (last axis or None for a per-row value, dtype) of each output; leading axes are those of the first operand.
     slots: index of each output in the operator's result; outputs nothing reads are left out.
     macs: multiply-adds per row of the first operand's leading axes.
+    pair_macs: multiply-adds per row of the first operand and row of the second that shares its batch (attention).
+    products: what is multiplied, "int8" or "float32".
     """
 
     func: Any
@@ -32,6 +34,8 @@ class KernelCall:
     outputs: tuple[tuple[int | None, str], ...]
     slots: tuple[int, ...] = (0,)
     macs: int = 0
+    pair_macs: int = 0
+    products: str = "float32"
 
 
 Constants = Callable[[Any], npt.NDArray[Any] | None]

@@ -105,7 +105,7 @@ def w8a8_gemm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | Non
     packed = gemm_i8.pack(spec, wq, ws, constants(bias))
     key = f"gemm_i8_{n}_{k}_{act}_{'r' if residual is not None else 'n'}_{_lead_key(lead)}"
     operands = (codes, scale, *packed, *([residual] if residual is not None else []))
-    return KernelCall(gemm_i8.prim_func(spec), key, operands, ((n, "float32"),), macs=n * k)  # type: ignore[arg-type]
+    return KernelCall(gemm_i8.prim_func(spec), key, operands, ((n, "float32"),), macs=n * k, products="int8")  # type: ignore[arg-type]
 
 
 def linear(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
@@ -132,7 +132,9 @@ def attend(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     shown = f"{seen.dtype[0]}{int(seen.batch)}{int(seen.head)}{int(seen.query)}" if seen else "n"
     number = f"{float(scale):.7g}".replace(".", "d").replace("-", "m").replace("+", "")  # type: ignore[arg-type]
     key = f"attention_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"
-    return KernelCall(attention.prim_func(spec), key, (q, k, v, *([mask] if seen else [])), ((h * d, "float32"),))  # type: ignore[arg-type]
+    operands = (q, k, v, *([mask] if seen else []))
+    pair_macs = h * d if causal else 2 * h * d  # half of the pairs lie above the diagonal
+    return KernelCall(attention.prim_func(spec), key, operands, ((h * d, "float32"),), pair_macs=pair_macs)  # type: ignore[arg-type]
 
 
 def _mask(mask: Any) -> attention.Mask | None:

@@ -16,7 +16,7 @@ import torch
 from khtst_compile import artifact, cpu
 from khtst_compile.lower.build import build, export_library
 from khtst_compile.lower.digest import digest
-from khtst_compile.lower.relax import Graph, kernel_graph, to_relax
+from khtst_compile.lower.relax import Graph, Lowered, kernel_graph, to_relax
 from khtst_compile.lower.replay import replay
 from khtst_compile.parity import ParityReport
 from khtst_compile.program import Program
@@ -29,7 +29,12 @@ Array = npt.NDArray[Any]
 
 
 def compile_program(
-    program: Program, source: artifact.Folder, folder: Path, name: str, say: Callable[[str], None], bar: Progress
+    program: Program,
+    source: artifact.Folder,
+    folder: Path,
+    name: str,
+    say: Callable[[str], None],
+    bar: Progress,
 ) -> tuple[dict[str, Any], ParityReport]:
     """Write library, weights and golden values into `folder`; returns the manifest's fields and the kernel-by-kernel report.
 
@@ -39,7 +44,8 @@ def compile_program(
     graph = kernel_graph(program)
     bar.advance(note="fused")
     started = time.perf_counter()
-    weights, macs = _library(graph, target, folder / LIBRARY)
+    lowered = _library(graph, target, folder / LIBRARY)
+    weights = lowered.weights
     built_s = time.perf_counter() - started
     bar.advance(note="compiled")
     entries = artifact.write_weights(folder / WEIGHTS, weights)
@@ -63,15 +69,16 @@ def compile_program(
         "target": _describe(target),
         "weights": entries,
         "taps": [{**dataclasses.asdict(t), "sha256": digest(v)} for t, v in zip(graph.taps, taps, strict=True)],
-        "kernels": macs,
+        "kernels": lowered.macs,
+        "program": [dataclasses.asdict(c) for c in lowered.calls],
         "golden": {**source.manifest["golden"], "run_on": runner},
     }, report
 
 
-def _library(graph: Graph, target: Target, path: Path) -> tuple[list[Array], dict[str, int]]:
+def _library(graph: Graph, target: Target, path: Path) -> Lowered:
     lowered = to_relax(graph, target)
     export_library(build(lowered.module, target), path)
-    return lowered.weights, lowered.macs
+    return lowered
 
 
 def _golden_run(graph: Graph, target: Target, folder: Path, weights: list[Array], inputs: list[Array]) -> tuple[str, list[Array]]:
@@ -81,7 +88,7 @@ def _golden_run(graph: Graph, target: Target, folder: Path, weights: list[Array]
     stand_in = table.target("x86")
     with tempfile.TemporaryDirectory() as temporary:
         library = Path(temporary) / LIBRARY
-        weights, _ = _library(graph, stand_in, library)
+        weights = _library(graph, stand_in, library).weights
         return stand_in.name, _run(graph, stand_in, library, weights, inputs)
 
 
