@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile import __version__, artifact
-from khtst_compile.errors import CalibrationError, CaptureError, UsageError
+from khtst_compile.errors import ArtifactError, CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
 from khtst_compile.signature import check_inputs
@@ -117,21 +117,28 @@ def lower(
     output: str | Path,
     *,
     target: str = "x86",
+    tune: float = 0.0,
+    tuned: str | Path | None = None,
     report: Report | None = None,
     progress: ProgressFactory | None = None,
 ) -> Result:
     """Compile a "quantized" artifact for a target and write a "library" artifact, having compared every kernel with torch.
 
+    tune: seconds to measure, on this machine, which tiles its matrix products are fastest with; results do not depend on it.
+    tuned: a "library" artifact whose measurements are taken up; without it those of the artifact that is replaced at `output`.
     Where the target cannot run on this machine, golden values come from a variant that can: all give the same bits.
     """
     from khtst_compile.lower.compile import compile_program
 
+    if not 0 <= tune < float("inf"):
+        raise UsageError(f"lower: tune is {tune} seconds; needed: 0 or more")
     started, say = time.perf_counter(), report or _silent
     source = artifact.read(quantized, kind="quantized")
     _keep_apart(source.path, Path(output))
+    records = _measured(tuned, Path(output))
     with artifact.staging(Path(output)) as folder, _bar(progress, 4, "lower") as bar:
         program = load_program(source)
-        manifest, checked = compile_program(program, source, folder, target, say, bar)
+        manifest, checked = compile_program(program, source, folder, target, say, bar, records, tune)
         _copy_tokenizer(source.path / TOKENIZER, folder)
         artifact.write_manifest(folder, {**manifest, "made_by": _made_by()})
     return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
@@ -240,6 +247,19 @@ def _keep_apart(source: Path, output: Path) -> None:
     """Raise UsageError where the output is the artifact it is made from, or lies inside it."""
     if output.resolve().is_relative_to(source.resolve()):
         raise UsageError(f"{output} is, or lies inside, the artifact it would be made from ({source}); choose another output")
+
+
+def _measured(tuned: str | Path | None, output: Path) -> list[Any]:
+    """The tuning records to take up: those of `tuned`, else of the artifact at the destination, if there is one that can be read."""
+    from khtst_compile.lower.tune import records_of
+
+    if tuned is not None:
+        folder = artifact.read(tuned, kind="library")
+        return records_of(folder.manifest, folder.path)
+    try:
+        return records_of(artifact.read(output, kind="library", hashes=False).manifest, output)
+    except ArtifactError:
+        return []
 
 
 def _check_globs(program: Any, globs: Sequence[str]) -> None:

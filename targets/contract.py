@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,6 +58,9 @@ class Target(Protocol):
 
     def kernels(self) -> dict[str, tuple[KernelRule, ...]]:
         """Operator ("khtst.w8a8_gemm") -> rules, asked in order."""
+
+    def tuned(self, tiles: Mapping[tuple[object, ...], Any]) -> Target:
+        """The same target with choices that were measured, by what they hold for; those for other targets may be among them."""
 
     def finalize(self, module: Any) -> Any:
         """Schedule what has no kernel of its own: an IRModule of fused PrimFuncs -> the same, fit to compile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from khtst_compile.lower.build import build, export_library
 from khtst_compile.lower.digest import digest
 from khtst_compile.lower.relax import Graph, Lowered, kernel_graph, to_relax
 from khtst_compile.lower.replay import replay
+from khtst_compile.lower.tune import Record, tiles, tune
 from khtst_compile.parity import ParityReport
 from khtst_compile.program import Program
 from khtst_compile.progress import Progress
@@ -35,14 +36,19 @@ def compile_program(
     name: str,
     say: Callable[[str], None],
     bar: Progress,
+    tuning: Sequence[Record] = (),
+    tune_s: float = 0.0,
 ) -> tuple[dict[str, Any], ParityReport]:
     """Write library, weights and golden values into `folder`; returns the manifest's fields and the kernel-by-kernel report.
 
+    tuning: choices of tiles already measured; tune_s: seconds to measure more in.
     Raises OverBudget where a kernel does not compute what its operator means.
     """
     target = table.target(name)
     graph = kernel_graph(program)
     bar.advance(note="fused")
+    records = tune(graph.program, target, tune_s, tuning, say) if tune_s else list(tuning)
+    target = target.tuned(tiles(records))
     started = time.perf_counter()
     lowered = _library(graph, target, folder / LIBRARY)
     weights = lowered.weights
@@ -70,6 +76,7 @@ def compile_program(
         "weights": entries,
         "taps": [{**dataclasses.asdict(t), "sha256": digest(v)} for t, v in zip(graph.taps, taps, strict=True)],
         "kernels": lowered.macs,
+        "tuning": [r.to_json() for r in records],
         "program": [dataclasses.asdict(c) for c in lowered.calls],
         "golden": {**source.manifest["golden"], "run_on": runner},
     }, report
