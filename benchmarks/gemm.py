@@ -3,8 +3,8 @@
     TVM_NUM_THREADS=1 taskset -c 0 python benchmarks/gemm.py [--isa avx2] [--rounds 15]
 
 Each figure is the median over rounds in which all contenders run one after the other (A B C A B C), in thread CPU time, so
-that other work on the machine disturbs all of them alike. "ceiling" is a loop of nothing but vpmaddwd and vpaddd (or
-vpdpbusd, or FMA) on registers, itself built by TVM.
+that other work on the machine disturbs all of them alike. "ceiling" is a loop of nothing but the multiply-adds of the GEMM
+kernels on registers (targets/kernels/ceiling.py).
 """
 
 from __future__ import annotations
@@ -18,67 +18,23 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-import tvm
 from onnx import TensorProto, helper
-from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script import builder as T
 
 from khtst_compile.targets.isa import ALL_ISAS, Isa
-from khtst_compile.targets.kernels import gemm_f32, gemm_i8
-from khtst_compile.targets.kernels.dot import Dot, dot_of
+from khtst_compile.targets.kernels import ceiling, gemm_f32, gemm_i8
 from khtst_compile.targets.kernels.rows import Lead
-from khtst_compile.targets.kernels.vec import fma, small, span, store
+from khtst_compile.targets.single import Run, bind, compile_alone
 
 SHAPES = [(m, k, n) for m in (16, 128, 1024) for k, n in ((384, 1152), (384, 384), (384, 1536), (1536, 384))]
 SHAPES += [(16, 768, 3072), (1, 384, 1536), (4, 384, 1536), (1, 2048, 2048)]
-STEPS = 2048
-"""Loop turns of the ceiling kernels."""
-Run = Callable[[], object]
 
 
-def build(function: tvm.tirx.PrimFunc, isa: Isa) -> tvm.runtime.Module:
-    """Compile one function."""
-    module = tvm.IRModule({"f": function.with_attr("global_symbol", "f")})
-    return tvm.tirx.build(module, target=tvm.target.Target(isa.tvm_target()))
-
-
-def tensor(array: np.ndarray) -> tvm.runtime.Tensor:
-    """numpy to TVM."""
-    return tvm.runtime.tensor(np.ascontiguousarray(array))
-
-
-def ceiling(isa: Isa, kind: str) -> tuple[Run, float]:
+def peak(isa: Isa, products: str) -> tuple[Run, float]:
     """A loop of multiply-adds on registers: ("int8" or "float32") -> (run, operations of one run)."""
-    lanes, chains = isa.lanes, 12
-    dot = dot_of(isa)
-    if dot.kind == "pairs":
-        dot = Dot("maddwd", lanes, 2, 1, 6, dot.intrinsic)
-    dtype = "int32" if kind == "int8" else "float32"
-    with IRBuilder() as builder, T.prim_func(s_tir=True):
-        T.func_name("f")
-        T.func_attr({"global_symbol": "f", "tirx.noalias": True})
-        out = T.arg("out", T.buffer((chains * lanes,), dtype))
-        weights = T.arg("weights", T.buffer((64,), "int8"))
-        acc = [small(lanes, dtype) for _ in range(chains)]
-        for i in range(chains):
-            store(acc[i], out[span(i * lanes, lanes)], 0)
-        w = dot.weights(weights, 0)
-        factor = T.Bind(out[span(0, lanes)])
-        operand = ("uint8" if dot.kind == "dpbusd" else "int16") + f"x{dot.group * lanes}"
-        with T.serial(0, STEPS):
-            for i in range(chains):
-                old = T.Bind(acc[i][span(0, lanes)])
-                # The accumulator itself is the other operand: nothing can be hoisted or shared, and 12 chains hide it.
-                if kind == "int8":
-                    store(acc[i], dot.accumulate([old], [T.reinterpret(operand, old)] * len(w), [w], False)[0], 0)
-                else:
-                    store(acc[i], fma(factor, old, factor), 0)
-        for i in range(chains):
-            store(out, acc[i][span(0, lanes)], i * lanes)
-    function = build(builder.get(), isa)["f"]
-    args = [tensor(np.zeros(chains * lanes, dtype)), tensor(np.ones(64, np.int8))]
-    per_lane = 2 * dot.group if kind == "int8" else 2
-    return lambda: function(*args), STEPS * chains * lanes * per_lane
+    spec = ceiling.Ceiling(isa, products)
+    function = compile_alone({spec.name: ceiling.prim_func(spec)}, isa)[spec.name]
+    out = np.zeros(ceiling.CHAINS * isa.lanes, np.int32 if products == "int8" else np.float32)
+    return bind(function, [out, np.ones(64, np.int8)]), 2.0 * spec.macs
 
 
 def ours_i8(isa: Isa, m: int, k: int, n: int, act: str = "none") -> Run:
@@ -89,8 +45,7 @@ def ours_i8(isa: Isa, m: int, k: int, n: int, act: str = "none") -> Run:
     packed = gemm_i8.pack(spec, weights, np.ones(n, np.float32), np.zeros(n, np.float32))
     codes = gemm_i8.store_codes(isa, rng.integers(-127, 128, (m, k), dtype=np.int8))
     arrays = [codes, np.full(m, 1e-4, np.float32), *packed, np.zeros((m, n), np.float32)]
-    args, function = [tensor(a) for a in arrays], build(gemm_i8.prim_func(spec), isa)["f"]
-    return lambda: function(*args)
+    return bind(compile_alone({"f": gemm_i8.prim_func(spec)}, isa)["f"], arrays)
 
 
 def ours_f32(isa: Isa, m: int, k: int, n: int) -> Run:
@@ -99,8 +54,7 @@ def ours_f32(isa: Isa, m: int, k: int, n: int) -> Run:
     spec = gemm_f32.GemmF32(isa, n, k, Lead(1))
     packed = gemm_f32.pack(spec, rng.standard_normal((n, k), np.float32))
     arrays = [rng.standard_normal((m, k), np.float32), *packed, np.zeros((m, n), np.float32)]
-    args, function = [tensor(a) for a in arrays], build(gemm_f32.prim_func(spec), isa)["f"]
-    return lambda: function(*args)
+    return bind(compile_alone({"f": gemm_f32.prim_func(spec)}, isa)["f"], arrays)
 
 
 def onnx_matmul(op: str, m: int, k: int, n: int) -> Run:
@@ -176,12 +130,12 @@ def main() -> None:
         "ort MatMulInteger": lambda *s: onnx_matmul("MatMulInteger", *s),
         "ort DynQuantMatMul": lambda *s: onnx_matmul("DynamicQuantizeMatMul", *s),
     }
-    table(f"int8, {isa.name}, GOPS", int8, ceiling(isa, "int8"), args.rounds)
+    table(f"int8, {isa.name}, GOPS", int8, peak(isa, "int8"), args.rounds)
     float32: dict[str, Callable[[int, int, int], Run]] = {
         "ours": lambda *s: ours_f32(isa, *s),
         "ort MatMul": lambda *s: onnx_matmul("MatMul", *s),
     }
-    table(f"float32, {isa.name}, GFLOPS", float32, ceiling(isa, "float32"), args.rounds)
+    table(f"float32, {isa.name}, GFLOPS", float32, peak(isa, "float32"), args.rounds)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from khtst_compile import __version__, artifact, cpu, tokens
 from khtst_compile.arrays import write_arrays
 from khtst_compile.checks import as_path, check_count, check_type, require_space
-from khtst_compile.errors import CalibrationError, CaptureError, UsageError
+from khtst_compile.errors import ArtifactError, CalibrationError, CaptureError, UsageError
 from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
 from khtst_compile.quiet import quiet
@@ -131,6 +131,8 @@ def lower(
     *,
     target: str = "x86",
     threads: int | None = None,
+    tune: float = 0.0,
+    tuned: str | Path | None = None,
     report: Report | None = None,
     progress: ProgressFactory | None = None,
 ) -> Result:
@@ -139,17 +141,28 @@ def lower(
     target: a name of `khtst-compile targets`; "x86" is all its variants in one artifact. threads: how many are built at the same time, a
     process each (default, and at most: the cores this process may use). Where the target cannot run on this machine, golden values come
     from a variant that can: all give the same bits.
+    tune: seconds to measure, on this machine, which tiles its matrix products are fastest with; results do not depend on it.
+    tuned: a "library" artifact whose measurements are taken up; without it those of the artifact that is replaced at `output`.
     """
     from khtst_compile.lower.variants import HELPERS, Helpers
     from khtst_compile.targets import table
 
+    if not isinstance(tune, (int, float)) or not 0 <= tune < float("inf"):
+        raise UsageError(f"lower: tune is {tune!r} seconds; needed: 0 or more")
     started, say, output = time.perf_counter(), report or _silent, as_path(output, "output")
     source = artifact.read(quantized, kind="quantized")
     _keep_apart(source.path, output)
+    records = _measured(tuned, output)
     # First what runs here: the process that compares results builds it.
     order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
     with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
-        with Helpers(source.path, order, folder, cpu.processes(threads, source.file(PROGRAM).stat().st_size)) as helpers:
+        if tune:  # before anything else computes
+            from khtst_compile.lower.relax import kernel_graph
+            from khtst_compile.lower.tune import tune as measure
+
+            records = measure(kernel_graph(load_program(source)).program, order[0], tune, records, say)
+        workers = cpu.processes(threads, source.file(PROGRAM).stat().st_size)
+        with Helpers(source.path, order, folder, workers, records) as helpers:
             from khtst_compile.lower.compile import compile_program  # torch and tvm, while helpers start
 
             program = load_program(source)
@@ -282,6 +295,19 @@ def _keep_apart(source: Path, output: Path) -> None:
     """Raise UsageError where the output is the artifact it is made from, or lies inside it."""
     if output.resolve().is_relative_to(source.resolve()):
         raise UsageError(f"{output} is, or lies inside, the artifact it would be made from ({source}); choose another output")
+
+
+def _measured(tuned: str | Path | None, output: Path) -> list[Any]:
+    """The tuning records to take up: those of `tuned`, else of the artifact at the destination, if there is one that can be read."""
+    from khtst_compile.lower.tune import records_of
+
+    if tuned is not None:
+        folder = artifact.read(tuned, kind="library")
+        return records_of(folder.manifest, folder.path)
+    try:
+        return records_of(artifact.read(output, kind="library", hashes=False).manifest, output)
+    except ArtifactError:
+        return []
 
 
 def _check_globs(program: Any, globs: Sequence[str]) -> None:

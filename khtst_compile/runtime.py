@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +85,7 @@ class Engine:
         from tvm import relax
 
         self._tvm, self._ffi, self._lock, self._threads = tvm, tvm_ffi, workers.Lock(), threads
+        self._library = library
         self._arrays = weights  # kernels read these in place
         try:
             # "naive": buffers are held here, and TVM's pool would keep one of every size there ever was.
@@ -88,9 +93,9 @@ class Engine:
         except (OSError, RuntimeError) as error:
             raise ArtifactError(f"{library}: cannot be loaded ({error}); make the artifact again") from error
         self._sizes, self._reserve = self._vm["sizes"], self._vm["reserve"]
-        tensors = [_tensor(tvm, a) for a in weights]
+        self._tensors = [_tensor(tvm, a) for a in weights]
         for name in ("main", "taps"):
-            self._vm.save_function(name, f"bound {name}", *tensors)
+            self._vm.save_function(name, f"bound {name}", *self._tensors)
         self._main, self._taps = self._vm["bound main"], self._vm["bound taps"]
         self._shapes: list[tuple[int, ...]] = []
         self._staged: list[Array | None] = []  # where kernels read small inputs; None for one that is read where it is
@@ -137,16 +142,76 @@ class Engine:
             self._held = needed
         self._shapes = shapes
 
+    def trace(self, arrays: list[Array], runs: int) -> list[Step]:
+        """The kernels `main` calls in the order of execution, each with the median of its times over `runs` runs.
+
+        Raises EnvironmentProblem where the program's calls cannot be seen.
+        """
+        from tvm import relax
+
+        now = time.thread_time if self._threads == 1 else time.perf_counter
+        constants = {w.__chandle__() for w in self._tensors}
+        seen: list[list[Step]] = []
+        started = 0.0
+
+        def watch(func: Any, name: str, before: bool, result: Any, *args: Any) -> None:
+            nonlocal started
+            if before:
+                started = now()
+                return
+            spent = now() - started
+            if not name.startswith("vm.builtin."):
+                given = [a for a in args if hasattr(a, "shape") and hasattr(a, "dtype")]
+                seen[-1].append(Step(name, tuple(_operand(a, a.__chandle__() in constants) for a in given), spent))
+
+        # A machine of its own: one that was watched once stays slow.
+        machine = relax.VirtualMachine(self._tvm.runtime.load_module(str(self._library)), self._tvm.cpu(), memory_cfg="naive")
+        machine.set_instrument(watch)
+        called = machine["main"]
+        with self._lock:
+            self._resize([a.shape for a in arrays], arrays)
+            inputs = [_tensor(self._tvm, a) for a in arrays]
+            for _ in range(runs + 1):
+                seen.append([])
+                workers.run(self._threads, lambda: called(self._buffers, *inputs, *self._tensors))
+        if not seen[0]:
+            raise EnvironmentProblem(f"{self._library}: its calls cannot be watched; lower again with this version")
+        columns = zip(*seen[1:], strict=True)  # the first run only warms up
+        return [replace(calls[0], seconds=statistics.median(c.seconds for c in calls)) for calls in columns]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor a kernel was called with. bytes: of all of it; weight: whether it is one of the program's constants."""
+
+    shape: tuple[int, ...]
+    bytes: int
+    weight: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a kernel: its tensors, results last, and its time (CPU time of the caller with one thread, else wall time)."""
+
+    kernel: str
+    operands: tuple[Operand, ...]
+    seconds: float
+
+
+def _operand(tensor: Any, weight: bool) -> Operand:
+    shape = tuple(int(n) for n in tensor.shape)
+    return Operand(shape, math.prod(shape) * np.dtype(str(tensor.dtype)).itemsize, weight)
+
 
 class Artifact:
     """A loaded program. `inputs` and `outputs` list name, dtype and shape; `run` computes. Calls from several threads are serialized.
 
-    `variant` is the name of the target that runs.
+    `variant` is the name of the target that runs, `isa` that of its instruction set.
     """
 
     def __init__(self, folder: artifact.Folder, threads: int | None, variant: dict[str, Any]):
         self.folder = folder
-        self.variant = str(variant["name"])
+        self.variant, self.isa = str(variant["name"]), str(variant["isa"])
         self._codes_offset = int(variant["codes_offset"])
         self.manifest = folder.manifest
         self.inputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["inputs"])
@@ -194,6 +259,10 @@ class Artifact:
         from khtst_compile.generate import generate
 
         return generate(self, prompt, **options)
+
+    def trace(self, inputs: dict[str, Array], runs: int = 1) -> list[Step]:
+        """The program as it is executed on these inputs: its kernels in order, each with its median time over `runs` runs."""
+        return self._engine.trace(self._check(inputs), runs)
 
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,8 @@ class KernelCall:
     outputs: (last axis or None for a per-row value, dtype) of each output; leading axes are those of the first operand.
     slots: index of each output in the operator's result; outputs nothing reads are left out.
     macs: multiply-adds per row of the first operand's leading axes.
+    pair_macs: multiply-adds per row of the first operand and row of the second that shares its batch (attention).
+    products: what is multiplied, "int8" or "float32".
     """
 
     func: Any
@@ -33,6 +35,8 @@ class KernelCall:
     outputs: tuple[tuple[int | None, str], ...]
     slots: tuple[int, ...] = (0,)
     macs: int = 0
+    pair_macs: int = 0
+    products: str = "float32"
 
 
 Constants = Callable[[Any], npt.NDArray[Any] | None]
@@ -55,6 +59,9 @@ class Target(Protocol):
 
     def kernels(self) -> dict[str, tuple[KernelRule, ...]]:
         """Operator ("khtst.w8a8_gemm") -> rules, asked in order."""
+
+    def tuned(self, tiles: Mapping[tuple[object, ...], Any]) -> Target:
+        """The same target with choices that were measured, by what they hold for; those for other targets may be among them."""
 
     def finalize(self, module: Any) -> Any:
         """Schedule what has no kernel of its own: an IRModule of fused PrimFuncs -> the same, fit to compile."""

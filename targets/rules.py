@@ -5,6 +5,8 @@ Shared by all CPU targets; what differs between instruction sets is in `Isa`. A 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +20,18 @@ from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, rotary
 from khtst_compile.targets.kernels.rows import Lead, round_up
+from khtst_compile.targets.kernels.tiles import Tile
 
 Array = npt.NDArray[Any]
 
 
-def cpu_kernels(isa: Isa) -> dict[str, tuple[KernelRule, ...]]:
-    """Operator -> rules, for one instruction set."""
+GemmSpec = gemm_i8.GemmI8 | gemm_f32.GemmF32
+Tiles = Mapping[tuple[object, ...], Tile]
+"""`tile_key` of a GEMM -> its tile; those that are not in it keep their default."""
+
+
+def cpu_kernels(isa: Isa, tiles: Tiles | None = None) -> dict[str, tuple[KernelRule, ...]]:
+    """Operator -> rules, for one instruction set. tiles: choices that were measured."""
     return {
         "khtst.quantize_rows": (partial(quantize_rows, isa),),
         "khtst.act_quantize": (partial(act_quantize, isa),),
@@ -34,8 +42,8 @@ def cpu_kernels(isa: Isa) -> dict[str, tuple[KernelRule, ...]]:
         "khtst.embed": (partial(embed, isa),),
         "khtst.embed_norm": (partial(embed_norm, isa),),
         "khtst.embed_norm_quantize": (partial(embed_norm_quantize, isa),),
-        "khtst.w8a8_gemm": (partial(w8a8_gemm, isa),),
-        "khtst.linear": (partial(linear, isa),),
+        "khtst.w8a8_gemm": (partial(w8a8_gemm, isa, tiles or {}),),
+        "khtst.linear": (partial(linear, isa, tiles or {}),),
         "khtst.attention": (partial(attend, isa),),
         "khtst.attention_cached": (partial(attend_cached, isa),),
     }
@@ -181,32 +189,48 @@ def _lookup_key(lookups: list[norm.Lookup]) -> str:
     return "_".join(f"{n.rows}{'s' if n.shared else ''}{'i' if n.dtype == 'int32' else ''}" for n in lookups)
 
 
-def w8a8_gemm(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
-    codes, scale, weight, weight_scale, bias, act, residual = node.args
-    wq, ws = constants(weight), constants(weight_scale)
-    assert wq is not None and ws is not None
-    n, k = wq.shape
-    lead, _ = _rows(codes)
-    spec = gemm_i8.GemmI8(isa, n, k, lead, str(act), residual is not None)
-    first, *packed = gemm_i8.pack(spec, wq, ws, constants(bias))
-    key = f"gemm_i8_{n}_{k}_{act}_{'r' if residual is not None else 'n'}_{_lead_key(lead)}"
-    weights = Packed(first, wq, gemm_i8.layout(spec))
-    operands = (codes, scale, weights, *packed, *([residual] if residual is not None else []))
-    return KernelCall(gemm_i8.prim_func(spec), key, operands, ((n, "float32"),), macs=n * k)  # type: ignore[arg-type]
+def tile_key(spec: GemmSpec) -> tuple[object, ...]:
+    """What a choice of tile holds for: (kernel, instruction set, n, k, activation, residual)."""
+    return spec.name, spec.isa.name, spec.n, spec.k, spec.act, spec.residual
 
 
-def linear(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
-    x, weight, bias, act, residual = node.args
-    w = constants(weight)
+def gemm_spec(isa: Isa, node: fx.Node, constants: Constants, tiles: Tiles) -> GemmSpec | None:
+    """The GEMM that serves a node; None for another operator."""
+    int8 = str(node.target).startswith("khtst.w8a8_gemm")
+    if not int8 and not str(node.target).startswith("khtst.linear"):
+        return None
+    weight, (act, residual) = node.args[2 if int8 else 1], node.args[-2:]
+    w, (lead, _) = constants(weight), _rows(node.args[0])
     assert w is not None
+    made = gemm_i8.GemmI8 if int8 else gemm_f32.GemmF32
     n, k = w.shape
-    lead, _ = _rows(x)
-    spec = gemm_f32.GemmF32(isa, n, k, lead, str(act), residual is not None)
+    spec: GemmSpec = made(isa, n, k, lead, str(act), residual is not None)
+    return replace(spec, tile=tiles.get(tile_key(spec)))
+
+
+def w8a8_gemm(isa: Isa, tiles: Tiles, node: fx.Node, constants: Constants) -> KernelCall | None:
+    codes, scale, weight, weight_scale, bias, _, residual = node.args
+    spec = gemm_spec(isa, node, constants, tiles)
+    wq, ws = constants(weight), constants(weight_scale)
+    assert isinstance(spec, gemm_i8.GemmI8) and wq is not None and ws is not None
+    first, *packed = gemm_i8.pack(spec, wq, ws, constants(bias))
+    operands = (codes, scale, Packed(first, wq, gemm_i8.layout(spec)), *packed, *([residual] if residual is not None else []))
+    outputs = ((spec.n, "float32"),)
+    return KernelCall(gemm_i8.prim_func(spec), _gemm_key(spec), operands, outputs, macs=spec.n * spec.k, products="int8")  # type: ignore[arg-type]
+
+
+def linear(isa: Isa, tiles: Tiles, node: fx.Node, constants: Constants) -> KernelCall | None:
+    x, weight, bias, _, residual = node.args
+    spec = gemm_spec(isa, node, constants, tiles)
+    w = constants(weight)
+    assert isinstance(spec, gemm_f32.GemmF32) and w is not None
     first, start = gemm_f32.pack(spec, w, constants(bias))
-    key = f"gemm_f32_{n}_{k}_{act}_{'r' if residual is not None else 'n'}_{_lead_key(lead)}"
-    weights = Packed(first, w, gemm_f32.layout(spec))
-    operands = (x, weights, start, *([residual] if residual is not None else []))
-    return KernelCall(gemm_f32.prim_func(spec), key, operands, ((n, "float32"),), macs=n * k)  # type: ignore[arg-type]
+    operands = (x, Packed(first, w, gemm_f32.layout(spec)), start, *([residual] if residual is not None else []))
+    return KernelCall(gemm_f32.prim_func(spec), _gemm_key(spec), operands, ((spec.n, "float32"),), macs=spec.n * spec.k)  # type: ignore[arg-type]
+
+
+def _gemm_key(spec: GemmSpec) -> str:
+    return f"{spec.name}_{spec.n}_{spec.k}_{spec.act}_{'r' if spec.residual else 'n'}_{_lead_key(spec.lead)}"
 
 
 def attend(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
@@ -238,7 +262,8 @@ def _attention(
     number = f"{spec.scale:.7g}".replace(".", "d").replace("-", "m").replace("+", "")
     key = f"attention{'_cached' if cache else ''}_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"
     operands = (*qkv, *cache, *([mask] if seen else []))
-    return KernelCall(attention.prim_func(spec), key, operands, ((h * d, "float32"),))
+    pair_macs = h * d if causal else 2 * h * d  # half of the pairs lie above the diagonal
+    return KernelCall(attention.prim_func(spec), key, operands, ((h * d, "float32"),), pair_macs=pair_macs)
 
 
 def _mask(mask: Any) -> attention.Mask | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from khtst_compile import cpu
@@ -13,10 +14,12 @@ from khtst_compile.targets.isa import Isa
 
 @dataclass(frozen=True)
 class X86:
-    """A build for one instruction set. name: as on the command line; isa: what its kernels are written for."""
+    """A build for one instruction set. name: as on the command line; isa: what its kernels are written for; tiles: choices that were
+    measured (see rules.Tiles)."""
 
     name: str
     isa: Isa
+    tiles: Mapping[tuple[object, ...], Any] = field(default_factory=dict)
 
     def tvm_target(self) -> dict[str, Any]:
         return self.isa.tvm_target()
@@ -28,7 +31,10 @@ class X86:
     def kernels(self) -> dict[str, tuple[KernelRule, ...]]:
         from khtst_compile.targets.rules import cpu_kernels  # here, so that listing targets loads no compiler
 
-        return cpu_kernels(self.isa)
+        return cpu_kernels(self.isa, self.tiles)
+
+    def tuned(self, tiles: Mapping[tuple[object, ...], Any]) -> X86:
+        return replace(self, tiles=tiles)
 
     def finalize(self, module: Any) -> Any:
         from khtst_compile.targets.schedule import schedule_module

@@ -13,12 +13,25 @@ from khtst_compile.cli.console import Console, common
 @click.argument("quantized", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--target", default="x86", show_default=True, help="Where it will run; see `khtst-compile targets`.")
+@click.option(
+    "--tune", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS", help="Measure tiles of matrix products here."
+)
+@click.option("--tuned", type=click.Path(path_type=Path), help="Take up what was measured for this artifact.")
 @common
-def command(console: Console, quantized: Path, output: Path, target: str) -> None:
+def command(console: Console, quantized: Path, output: Path, target: str, tune: float, tuned: Path | None) -> None:
     """Compile QUANTIZED, a folder written by `quantize`, for a target."""
     from khtst_compile import api
 
-    result = api.lower(quantized, output, target=target, threads=console.threads, report=console.note, progress=console.progress)
+    result = api.lower(
+        quantized,
+        output,
+        target=target,
+        threads=console.threads,
+        tune=tune,
+        tuned=tuned,
+        report=console.note,
+        progress=console.progress,
+    )
     chosen = result.manifest["target"]
     size = sum(int(f["bytes"]) for f in result.manifest["files"].values())
     summary = {
@@ -26,6 +39,7 @@ def command(console: Console, quantized: Path, output: Path, target: str) -> Non
         "target": chosen["name"],
         "variants": [{k: v[k] for k in ("name", "cpu_flags", "library", "build_s")} for v in chosen["variants"]],
         "bytes": size,
+        "tuning": result.manifest["tuning"],
         "seconds": round(result.seconds, 3),
     }
     built = ", ".join(v["name"] for v in chosen["variants"])

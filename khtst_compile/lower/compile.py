@@ -50,7 +50,7 @@ def compile_program(
     graph = kernel_graph(program)
     bar.advance(note="fused")
     arrays: dict[str, Array] = {}
-    built = {t.name: build_variant(graph, t, folder, arrays) for t in helpers.own}
+    built = {t.name: build_variant(graph, t, folder, arrays, helpers.records) for t in helpers.own}
     built |= {b.target: b for b in helpers.results(graph, folder, arrays)}
     targets = table.variants(name)
     libraries = [built[t.name] for t in targets]
@@ -80,6 +80,8 @@ def compile_program(
         "weights": entries,
         "taps": [{**dataclasses.asdict(t), "sha256": digest(v)} for t, v in zip(graph.taps, taps, strict=True)],
         "kernels": libraries[0].macs,
+        "tuning": [r.to_json() for r in helpers.records],
+        "program": libraries[0].calls,
         "golden": {**source.manifest["golden"], "run_on": runner},
     }, report
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from khtst_compile import artifact
 from khtst_compile.errors import KhtstError
-from khtst_compile.lower.variants import FAILURE, build_variant, write_results
+from khtst_compile.lower.variants import FAILURE, RECORDS, build_variant, write_results
 from khtst_compile.targets import table
 
 
@@ -24,11 +24,13 @@ def main(source: str, folder: str, names: list[str]) -> int:
     try:
         from khtst_compile.api import load_program
         from khtst_compile.lower.relax import kernel_graph
+        from khtst_compile.lower.tune import records_of
 
         graph = kernel_graph(load_program(artifact.read(source, kind="quantized", hashes=False)))
         arrays: dict[str, npt.NDArray[Any]] = {}
+        records = records_of({"tuning": json.loads((place / RECORDS).read_text(encoding="utf-8"))}, place)
         for name in names:
-            write_results(place, build_variant(graph, table.target(name), place, arrays), graph, arrays)
+            write_results(place, build_variant(graph, table.target(name), place, arrays, records), graph, arrays)
     except KhtstError as error:
         text = json.dumps({"class": type(error).__name__, "message": str(error)})
         (place / FAILURE).write_text(text, encoding="utf-8")

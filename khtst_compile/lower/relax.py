@@ -50,33 +50,55 @@ class Tap:
 
 @dataclass(frozen=True)
 class Lowered:
-    """module: Relax and TIR, not yet scheduled; weights: what it takes after its inputs; macs: multiply-adds a row, by kernel."""
+    """module: Relax and TIR, not yet scheduled; weights: what it takes after its inputs; macs: multiply-adds a row, by kernel;
+    calls: the kernels called, in order."""
 
     module: Any
     weights: list[npt.NDArray[Any] | Packed]
     macs: dict[str, int]
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel. site: where it is in the model; operator: what it serves; outputs: tensors it writes, its last arguments.
+
+    macs, pair_macs, products: as in KernelCall.
+    """
+
+    kernel: str
+    site: str
+    operator: str
+    outputs: int
+    macs: int
+    pair_macs: int
+    products: str
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A program in terms of kernels. program: fused and decomposed; taps: what its kernels write; fused: how often each rule applied."""
+    """A program in terms of kernels. program: fused and decomposed; taps: what its kernels write; fused: how often each rule applied;
+    sites: where in the model each kernel's node is."""
 
     program: Program
     taps: tuple[Tap, ...]
     fused: dict[str, int]
+    sites: dict[str, str]
 
 
 def kernel_graph(program: Program) -> Graph:
     """The graph that gets lowered: the same for every target, so that a check needs no compiler."""
     fused, counts = fuse(program)
     ready = prepare(fused)
-    return Graph(ready, _taps(fused, ready), counts)
+    origins = _kernel_nodes(fused)
+    sites = {node.name: _site(origin) for origin, node in zip(origins, _kernel_nodes(ready), strict=True)}
+    return Graph(ready, _taps(fused, ready), counts, sites)
 
 
 def to_relax(graph: Graph, target: Target) -> Lowered:
     """Lower for `target`. Raises LoweringError naming the operator and its source line where there is no way."""
     program = graph.program
-    kernels = _KernelCalls(program, target)
+    kernels = _KernelCalls(program, target, graph.sites)
     converters = {**CONVERTERS, **{f"{name}.default": kernels.convert for name in kernels.names}}
     try:
         module = from_exported_program(
@@ -88,13 +110,14 @@ def to_relax(graph: Graph, target: Target) -> Lowered:
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(_explain(program, error)) from error
     module, weights = lift_weights(_split_main(module, len(program.outputs)))
-    return Lowered(module, [kernels.packed.get(_content(w), w) for w in weights], kernels.macs)
+    return Lowered(module, [kernels.packed.get(_content(w), w) for w in weights], kernels.macs, tuple(kernels.calls))
 
 
 class _KernelCalls:
     """Emits call_tir for each operator the target has kernels for."""
 
-    def __init__(self, program: Program, target: Target):
+    def __init__(self, program: Program, target: Target, sites: dict[str, str]):
+        self._sites, self.calls = sites, list[Call]()
         self._rules = target.kernels()
         self._tensors = program.tensors()
         self._functions: dict[str, relax.GlobalVar] = {}
@@ -117,6 +140,9 @@ class _KernelCalls:
         for rule in self._rules[name]:
             call = rule(node, self.constant)
             if call is not None:
+                operator_name, site = name.removeprefix("khtst."), self._sites[node.name]
+                figures = (len(call.outputs), call.macs, call.pair_macs, call.products)
+                self.calls.append(Call(call.key, site, operator_name, *figures))
                 return self._emit(node, call, importer)
         shapes = [tuple(a.meta["val"].shape) for a in node.args if isinstance(a, fx.Node) and hasattr(a.meta.get("val"), "shape")]
         raise LoweringError(f"{site_of(node)} ({source_line(node)}): no kernel serves {name} with shapes {shapes}")
@@ -158,7 +184,7 @@ def _taps(fused: Program, ready: Program) -> tuple[Tap, ...]:
     taps: list[Tap] = []
     for origin, node in zip(_kernel_nodes(fused), _kernel_nodes(ready), strict=True):
         name = str(node.target).removesuffix(".default").removeprefix("khtst.")
-        site = "+".join(origin.meta.get("khtst_sites", [site_of(origin)]))
+        site = _site(origin)
         value = node.meta["val"]
         if isinstance(value, (tuple, list)):
             for user in sorted((u for u in node.users if u.target is operator.getitem), key=lambda u: int(arguments(u)[1])):
@@ -166,6 +192,10 @@ def _taps(fused: Program, ready: Program) -> tuple[Tap, ...]:
         else:
             taps.append(replace(_tap(node.name, 0, site, name, value), act=_activation(node)))
     return tuple(taps)
+
+
+def _site(node: fx.Node) -> str:
+    return "+".join(node.meta.get("khtst_sites", [site_of(node)]))
 
 
 def _activation(node: fx.Node) -> str:

@@ -30,10 +30,11 @@ from khtst_compile.targets.contract import Target
 
 if TYPE_CHECKING:
     from khtst_compile.lower.relax import Graph
+    from khtst_compile.lower.tune import Record
 
 Array = npt.NDArray[Any]
 HELPERS = "helpers"  # where helpers write, inside the folder being made
-FAILURE, OUTPUT = "failure.json", "output.txt"
+FAILURE, OUTPUT, RECORDS = "failure.json", "output.txt", "tuning.json"
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Built:
-    """A library that was built. target: its name; weights: its arguments; macs: multiply-adds a row, by kernel; build_s: wall time."""
+    """A library that was built. target: its name; weights: its arguments; macs: multiply-adds a row, by kernel; calls: the kernels
+    called, in order (fields of relax.Call); build_s: wall time."""
 
     target: str
     weights: tuple[Weight, ...]
     macs: dict[str, int]
+    calls: list[dict[str, Any]]
     build_s: float
 
 
@@ -59,12 +62,14 @@ def library_name(target: Target) -> str:
     return f"model-{target.isa.name}.so"
 
 
-def build_variant(graph: Graph, target: Target, folder: Path, arrays: dict[str, Array]) -> Built:
-    """Build for `target` into `folder`; what its weights are made of is added to `arrays`, by digest."""
+def build_variant(graph: Graph, target: Target, folder: Path, arrays: dict[str, Array], records: Sequence[Record] = ()) -> Built:
+    """Build for `target` into `folder`, with the tiles of `records`; what its weights are made of is added to `arrays`, by digest."""
     from khtst_compile.lower.build import build, export_library
     from khtst_compile.lower.relax import to_relax
+    from khtst_compile.lower.tune import tiles
 
     started = time.perf_counter()
+    target = target.tuned(tiles(records))
     lowered = to_relax(graph, target)
     export_library(build(lowered.module, target), folder / library_name(target))
     weights = []
@@ -73,16 +78,19 @@ def build_variant(graph: Graph, target: Target, folder: Path, arrays: dict[str, 
         array = np.ascontiguousarray(weight.matrix if isinstance(weight, Packed) else weight)
         weights.append(Weight(digest(array), layout))
         arrays.setdefault(weights[-1].digest, array)
-    return Built(target.name, tuple(weights), lowered.macs, round(time.perf_counter() - started, 3))
+    calls = [asdict(c) for c in lowered.calls]
+    return Built(target.name, tuple(weights), lowered.macs, calls, round(time.perf_counter() - started, 3))
 
 
 class Helpers:
     """Processes that build the `targets` beyond the first share, from the artifact at `source` into folders of their own inside `folder`.
 
-    processes: how many builds run side by side, this process's own included. As a context: what still runs at the end is stopped.
+    processes: how many builds run side by side, this process's own included; records: tiles that were measured, for all of them.
+    As a context: what still runs at the end is stopped.
     """
 
-    def __init__(self, source: Path, targets: Sequence[Target], folder: Path, processes: int):
+    def __init__(self, source: Path, targets: Sequence[Target], folder: Path, processes: int, records: Sequence[Record] = ()):
+        self.records = tuple(records)
         count = max(1, min(processes, len(targets)))
         self.own = tuple(targets[::count])
         self._names = [[t.name for t in targets[i::count]] for i in range(1, count)]
@@ -95,6 +103,7 @@ class Helpers:
         for number, names in enumerate(self._names):
             place = self._folder / str(number)
             place.mkdir(parents=True)
+            (place / RECORDS).write_text(json.dumps([r.to_json() for r in self.records]), encoding="utf-8")
             command = [sys.executable, "-m", "khtst_compile.lower.helper", str(self._source), str(place), *names]
             with (place / OUTPUT).open("wb") as output:
                 self._processes.append(
@@ -149,7 +158,15 @@ def write_results(place: Path, built: Built, graph: Graph, arrays: dict[str, Arr
         if not (place / f"{key}.npy").is_file():
             np.save(place / f"{key}.npy", array)
     weights = [{"digest": w.digest, "layout": None if w.layout is None else str(w.layout)} for w in built.weights]
-    text = json.dumps({"weights": weights, "macs": built.macs, "build_s": built.build_s, "taps": [asdict(t) for t in graph.taps]})
+    text = json.dumps(
+        {
+            "weights": weights,
+            "macs": built.macs,
+            "calls": built.calls,
+            "build_s": built.build_s,
+            "taps": [asdict(t) for t in graph.taps],
+        }
+    )
     (place / f"{built.target}.json").write_text(text, encoding="utf-8")
 
 
@@ -162,7 +179,7 @@ def _take(place: Path, name: str, graph: Graph, folder: Path, arrays: dict[str, 
             arrays[weight.digest] = np.load(place / f"{weight.digest}.npy", allow_pickle=False)
     library = library_name(table.target(name))
     (place / library).rename(folder / library)
-    return Built(name, weights, data["macs"], data["build_s"])
+    return Built(name, weights, data["macs"], data["calls"], data["build_s"])
 
 
 def merge(built: Sequence[Built], arrays: dict[str, Array]) -> tuple[list[Array], list[dict[str, Any]]]:

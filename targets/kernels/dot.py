@@ -34,10 +34,10 @@ class Dot:
     lanes:        int32 lanes of an accumulator.
     group:        consecutive k one step takes in.
     parts:        vectors of weights of one step: 1, or 2 for "pairs" (k 0, 1 and k 2, 3).
-    rows:         rows of a tile whose accumulators, weights, codes and products fill the register file.
+    rows:         rows of a default tile, whose accumulators, weights, codes and products fill the register file.
     intrinsic:    LLVM's name.
-    unroll:       steps of one turn of the loop over k.
-    prefetch:     each step asks for the same step of the next panel. With 4 rows a panel that was not in the cache is used
+    unroll:       steps of one turn of the loop over k, by default.
+    prefetch:     by default each step asks for the same step of the next panel. With 4 rows a panel that was not in the cache is used
                   up before hardware prefetching has followed: 9 % at 16 rows, 3 % at 128.
     baseline:     every machine the project runs on has it (AVX2); it is never emulated.
     """

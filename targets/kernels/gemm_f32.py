@@ -21,8 +21,11 @@ from khtst_compile.targets.isa import Isa
 
 from .act import activation
 from .rows import LEAD2, Arguments, Lead
-from .tiles import Panels, Sink, for_tiles, multiply_add, panels_of
+from .tiles import Panels, Sink, Tile, ask_ahead, for_tiles, multiply_add, panels_of
 from .vec import Expr, Floats, fma_reference, span
+
+CHAINS = 8
+"""Sums that have to run side by side for none to wait: two multiply-adds start in a cycle, each takes four."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class GemmF32:
     lead:      leading dimensions of input, residual and output.
     act:       activation after the bias, a name in act.ACTIVATIONS.
     residual:  whether a float32 (lead.., n) tensor is added last.
+    tile:      how the matrices are walked; None for `default_tile`.
     name:      of the function.
     """
 
@@ -43,17 +47,41 @@ class GemmF32:
     lead: Lead = LEAD2
     act: str = "none"
     residual: bool = False
+    tile: Tile | None = None
     name: str = "gemm_f32"
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.k < 1:
             raise LoweringError(f"{self.name}: weight is ({self.n}, {self.k}); needed at least (1, 1)")
         activation(self.act)
+        self.how.check(self.isa, self.name, self.k)
+
+    @property
+    def default_tile(self) -> Tile:
+        """What is chosen where nothing was measured."""
+        panels = panels_of(self.n, self.isa)
+        return Tile(panels.rows, panels.vectors)
+
+    @property
+    def how(self) -> Tile:
+        """The tile in use."""
+        return self.tile or self.default_tile
 
     @property
     def panels(self) -> Panels:
         """The cut of the columns."""
-        return panels_of(self.n, self.isa)
+        return panels_of(self.n, self.isa, self.how.rows, self.how.vectors)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Panels side by side for matrices of 1, 2, .. rows: a chain of sums waits 4 cycles for each of its multiply-adds, and two
+        start in every cycle, so fewer than 8 chains would wait."""
+        vectors, found = self.how.vectors, list[int]()
+        for rows in range(1, self.how.rows):
+            # Sums, weights used for more than one row, and one broadcast have to fit.
+            each = rows * vectors + (vectors if rows > 1 else 0)
+            found.append(max(1, min(CHAINS // (rows * vectors), (self.isa.registers - 1) // each)))
+        return tuple(found)
 
 
 @lru_cache(maxsize=32)  # layers of one shape share it
@@ -76,22 +104,27 @@ def prim_func(spec: GemmF32) -> tirx.PrimFunc:
         rows, flat = args.flatten()
         sink = Sink(panels, flat["out"], act=spec.act, residual=flat.get("residual"))
 
-        def tile(scratch: list[Expr], panel: Expr, first: Expr, count: int) -> None:
-            column = T.Bind(panel * panels.width)
+        def tile(scratch: list[list[Expr]], side: list[Expr], first: Expr, count: int) -> None:
+            columns = [T.Bind(panel * panels.width) for panel in side]
+            ahead = spec.how.ahead_few if count < spec.how.rows else spec.how.ahead
+            ask = ask_ahead(flat["weights"], panels, side, panels.width, spec.k, 4, ahead)
             acc = multiply_add(
                 panels,
                 count,
                 T.int64(spec.k),
-                lambda j: flat["bias"][span(column + j * panels.lanes, panels.lanes)],
+                lambda p, j: flat["bias"][span(columns[p] + j * panels.lanes, panels.lanes)],
                 lambda i, k: flat["a"][(first + i) * spec.k + k],
                 flat["weights"],
-                column * spec.k,
+                [column * spec.k for column in columns],
+                ask,
+                spec.how.unroll,
             )
-            for i in range(count):
-                for j in range(panels.vectors):
-                    sink.put(scratch, panel, first, i, j, acc[i][j][span(0, panels.lanes)])
+            for p, panel in enumerate(side):
+                for i in range(count):
+                    for j in range(panels.vectors):
+                        sink.put(scratch[p], panel, first, i, j, acc[p][i][j][span(0, panels.lanes)])
 
-        for_tiles(rows, 4 * spec.k, sink, tile)
+        for_tiles(rows, 4 * spec.k, sink, tile, spec.how, spec.groups)
     return builder.get()
 
 

@@ -85,11 +85,11 @@ def prim_func(spec: MatmulF32) -> tirx.PrimFunc:
                     panels,
                     rows,
                     k,
-                    lambda _: f32(0.0, panels.lanes),
+                    lambda _, __: f32(0.0, panels.lanes),
                     lambda i, depth: a[first_a + (row + i) * k + depth],
                     packed,
-                    T.int64(0),
-                )
+                    [T.int64(0)],
+                )[0]
                 for i in range(rows):
                     start = T.Bind(first_c + (row + i) * n)
                     _store_row(panels, out, acc[i], start, valid, ragged)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
+from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
-from .vec import Expr, fma, rounded, small, span, splat, store
+from .vec import Expr, fma, prefetch, rounded, small, span, splat, store
 
 ROWS_MOST = 6
 """Rows of a tile: 6 x 2 of 8 lanes and 6 x 4 of 16 lanes fill 16 and 32 registers; more rows spill."""
@@ -20,8 +22,44 @@ ROW_BLOCK = 48
 """Fewest rows of a block, so that reading a panel of weights again for the next block stays a small part."""
 BLOCK_BYTES = 128 << 10
 """Most bytes of the left matrix in a block of rows: every panel walks them, so they have to stay in a 512 KiB L2."""
+LINE = 64
+"""Bytes of a cache line."""
 _STACK_FLOATS = 255
 """TVM turns a buffer of 1,024 bytes or more into a heap call."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a GEMM kernel walks its matrices. No choice changes a result: every sum keeps its one order.
+
+    rows, vectors:  of the accumulators of a full tile; a panel of columns is `vectors` registers wide.
+    unroll:         steps over k in one turn of the innermost loop.
+    ahead:          bytes ahead in the packed weights that each step asks for; 0 for none.
+    ahead_few:      the same for a tile of one row, which uses weights up fastest (float32: for tiles that are not full).
+    block:          most bytes of the left matrix in a block of rows, which all panels walk.
+    panels_first:   tasks go through all panels of a block of rows, then the next block; else through all blocks of a panel.
+    """
+
+    rows: int
+    vectors: int
+    unroll: int = 1
+    ahead: int = 0
+    ahead_few: int = 0
+    block: int = BLOCK_BYTES
+    panels_first: bool = True
+
+    def check(self, isa: Isa, name: str, steps: int) -> None:
+        """Raise LoweringError for a tile that no register file holds, with sizes that mean nothing, or turns that do not divide `steps`."""
+        registers = self.rows * self.vectors
+        if min(self.rows, self.vectors, self.unroll, self.block) < 1 or min(self.ahead, self.ahead_few) < 0:
+            raise LoweringError(f"{name}: {self}; needed: rows, vectors, unroll, block of at least 1, ahead of at least 0")
+        if registers > isa.registers - 2:
+            raise LoweringError(
+                f"{name}: {self.rows} rows of {self.vectors} vectors take {registers} registers; {isa.name} has {isa.registers}, "
+                f"two of them for operands; use fewer rows or vectors"
+            )
+        if steps % self.unroll:
+            raise LoweringError(f"{name}: {steps} steps over k in turns of {self.unroll}; needed: a divisor")
 
 
 @dataclass(frozen=True)
@@ -55,12 +93,14 @@ class Panels:
         return self.count * self.width
 
 
-def panels_of(n: int, isa: Isa, rows: int = ROWS_MOST) -> Panels:
+def panels_of(n: int, isa: Isa, rows: int = ROWS_MOST, vectors: int | None = None) -> Panels:
     """Cut n columns for an instruction set: few vectors of padding, and wide panels where the register file allows.
 
-    rows: rows of a full tile.
+    rows: rows of a full tile; vectors: of a panel, instead of that choice.
     """
     lanes = isa.lanes
+    if vectors is not None:
+        return Panels(n, lanes, vectors, rows)
     most = 2 if isa.registers == 16 else 4
     needed = -(-n // lanes)
     # One row of a panel costs its vectors, padding included, and about one more for the broadcast.
@@ -98,12 +138,12 @@ class Sink:
     def _step(self) -> int:
         return min(self.panels.rows, _STACK_FLOATS // self.panels.width)
 
-    def scratch(self) -> list[Expr]:
-        """Buffers for one tile, each of a few whole rows."""
+    def scratch(self, rows: int | None = None) -> list[Expr]:
+        """Buffers for one tile of `rows` rows (default: a full one), each of a few whole rows."""
         if self.direct:
             return []
-        count = -(-self.panels.rows // self._step)
-        return [small(self._step * self.panels.width, self.dtype) for _ in range(count)]
+        rows = self.panels.rows if rows is None else rows
+        return [small(min(self._step, rows - first) * self.panels.width, self.dtype) for first in range(0, rows, self._step)]
 
     def put(self, scratch: list[Expr], panel: Expr, first: Expr, row: int, vector: int, value: Expr) -> None:
         """Take the value of one vector of one row of the tile that starts at row `first`."""
@@ -157,17 +197,48 @@ class Sink:
                 full()
 
 
-def for_tiles(rows: Expr, row_bytes: int, sink: Sink, tile: Callable[[list[Expr], Expr, Expr, int], None]) -> None:
-    """Emit `tile(scratch, panel, first row, number of rows)` over all rows (int64) and panels, in parallel.
+EmitTile = Callable[[list[list[Expr]], list[Expr], Expr, int], None]
+"""(scratch of each panel, panels side by side, first row, number of rows): emit one tile, its values going to `sink.put`."""
 
-    The number of rows is a Python int: `panels.rows`, or less for what is left at the end. The tile gives its values to
-    `sink.put`. Rows are cut into blocks that stay in the cache while all panels pass, and into smaller ones where there
-    are too few panels to share out.
+
+def for_tiles(rows: Expr, row_bytes: int, sink: Sink, tile: EmitTile, how: Tile, groups: Sequence[int] = ()) -> None:
+    """Emit `tile` over all rows (int64) and panels, in parallel.
+
+    The number of rows is a Python int: `panels.rows`, or less for what is left at the end. Rows are cut into blocks that
+    stay in the cache while all panels pass, and into smaller ones where there are too few panels to share out.
 
     row_bytes: of the left matrix.
+    how: see Tile.
+    groups: panels side by side in a tile where the whole matrix has 1, 2, .. rows: few rows alone would leave registers empty.
     """
+    if not groups:
+        _all_rows(rows, row_bytes, sink, tile, how)
+        return
+    *fewer, group = groups
+    count, group = len(groups), math.gcd(sink.panels.count, group)
+    if group == 1:
+        for_tiles(rows, row_bytes, sink, tile, how, fewer)
+        return
+    with T.If(rows == count):
+        with T.Then():
+            _few_rows(count, group, sink, tile)
+        with T.Else():
+            for_tiles(rows, row_bytes, sink, tile, how, fewer)
+
+
+def _few_rows(count: int, group: int, sink: Sink, tile: EmitTile) -> None:
+    """All rows in one tile, `group` panels wide."""
+    with T.parallel(T.int64(0), T.int64(sink.panels.count // group)) as task:
+        panels = [opaque(task * group + g) for g in range(group)]
+        scratch = [sink.scratch(count) for _ in panels]
+        tile(scratch, panels, T.int64(0), count)
+        for panel, buffers in zip(panels, scratch, strict=True):
+            sink.finish(buffers, panel, T.int64(0), T.int64(count))
+
+
+def _all_rows(rows: Expr, row_bytes: int, sink: Sink, tile: EmitTile, how: Tile) -> None:
     panels = sink.panels
-    most = max(ROW_BLOCK, BLOCK_BYTES // row_bytes) // panels.rows * panels.rows
+    most = max(ROW_BLOCK, how.block // row_bytes) // panels.rows * panels.rows
     cuts = -(-TASKS // panels.count)
     even = T.ceildiv(rows, T.int64(cuts * panels.rows)) * panels.rows
     least = opaque(T.ceildiv(rows, T.min(T.max(even, T.int64(ROW_BLOCK)), T.int64(most))))
@@ -175,15 +246,17 @@ def for_tiles(rows: Expr, row_bytes: int, sink: Sink, tile: Callable[[list[Expr]
     block = opaque(T.ceildiv(rows, T.max(least, T.int64(1)) * panels.rows) * panels.rows)
     blocks = opaque(T.ceildiv(rows, T.max(block, T.int64(1))))
     with T.parallel(T.int64(0), blocks * panels.count) as task:
-        number = opaque(T.truncdiv(task, T.int64(panels.count)))
-        panel = opaque(task - number * panels.count)
+        inner = T.int64(panels.count) if how.panels_first else blocks
+        outer = opaque(T.truncdiv(task, inner))
+        rest = task - outer * inner
+        number, panel = (outer, opaque(rest)) if how.panels_first else (opaque(rest), outer)
         first = opaque(number * block)
         scratch = sink.scratch()
         walk_rows(
             first,
             opaque(T.min(rows, first + block)),
             panels.rows,
-            lambda row, count: tile(scratch, panel, row, count),
+            lambda row, count: tile([scratch], [panel], row, count),
             lambda row, count: sink.finish(scratch, panel, row, count),
         )
 
@@ -215,25 +288,63 @@ def opaque(value: Expr) -> Expr:
     return T.Bind(cell[0])
 
 
-def multiply_add(
-    panels: Panels, count: int, depth: Expr, start: Callable[[int], Expr], a: Callable[[int, Expr], Expr], b: Expr, base: Expr
-) -> list[list[Expr]]:
-    """Emit a float32 tile: acc[i][j] = start(j), then fma(a(i, k), b[k, j], acc) for k = 0 .. depth - 1 in order.
+def ask_ahead(
+    weights: Expr, panels: Panels, side: Sequence[Expr], step: int, steps: int, bytes_each: int, ahead: int
+) -> Callable[[Expr], None] | None:
+    """A function that emits the prefetches of one step in panels side by side: lines `ahead` bytes further in the packed weights.
 
-    a:     (row, k) -> scalar expression.
-    b:     flat buffer of packed panels [k, vector, lane]; `base` is where this panel starts.
+    step: elements of `weights` a step reads; steps: of a panel; bytes_each: of an element. The last panel asks for itself.
+    None where `ahead` is 0.
+    """
+    if not ahead:
+        return None
+    last = T.int64((panels.count - 1) * steps * step)
+    starts = [T.Bind(T.min(panel * (steps * step) + ahead // bytes_each, last)) for panel in side]
+
+    def emit(index: Expr) -> None:
+        for start in starts:
+            for line in range(0, step * bytes_each, LINE):
+                prefetch(weights, start + index * step + line // bytes_each)
+
+    return emit
+
+
+def multiply_add(
+    panels: Panels,
+    count: int,
+    depth: Expr,
+    start: Callable[[int, int], Expr],
+    a: Callable[[int, Expr], Expr],
+    b: Expr,
+    bases: Sequence[Expr],
+    ask: Callable[[Expr], None] | None = None,
+    unroll: int = 1,
+) -> list[list[list[Expr]]]:
+    """Emit float32 tiles side by side: acc[p][i][j] = start(p, j), then fma(a(i, k), b[p, k, j], acc) for k = 0 .. depth - 1 in order.
+
+    a:      (row, k) -> scalar expression.
+    b:      flat buffer of packed panels [k, vector, lane]; `bases` are where the panels p start.
+    ask:    called with k first in each step.
+    unroll: steps of one turn; divides the depth.
     Returns the accumulators: small buffers that LLVM keeps in registers.
     """
     lanes, vectors = panels.lanes, panels.vectors
-    acc = [[small(lanes) for _ in range(vectors)] for _ in range(count)]
-    for j in range(vectors):
-        value = T.Bind(start(j))
-        for i in range(count):
-            store(acc[i][j], value, 0)
-    with T.serial(T.int64(0), depth) as k:
-        columns = [T.Bind(b[span(base + k * panels.width + j * lanes, lanes)]) for j in range(vectors)]
-        for i in range(count):
-            row = T.Bind(splat(a(i, k), lanes))
-            for j in range(vectors):
-                store(acc[i][j], fma(row, columns[j], acc[i][j][span(0, lanes)]), 0)
+    acc = [[[small(lanes) for _ in range(vectors)] for _ in range(count)] for _ in bases]
+    for p, tile in enumerate(acc):
+        for j in range(vectors):
+            value = T.Bind(start(p, j))
+            for i in range(count):
+                store(tile[i][j], value, 0)
+    turns = depth if unroll == 1 else T.truncdiv(depth, T.int64(unroll))
+    with T.serial(T.int64(0), turns) as turn:
+        for u in range(unroll):
+            k = turn if unroll == 1 else turn * unroll + u
+            if ask is not None:
+                ask(k)
+            columns = [[T.Bind(b[span(base + k * panels.width + j * lanes, lanes)]) for j in range(vectors)] for base in bases]
+            for i in range(count):
+                row = T.Bind(splat(a(i, k), lanes))
+                for p, tile in enumerate(acc):
+                    for j in range(vectors):
+                        store(tile[i][j], fma(row, columns[p][j], tile[i][j][span(0, lanes)]), 0)
     return acc

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,41 @@ def test_epilogue(isa: Isa, act: str, n: int) -> None:
     a, weights, residual = normal(2, 9, 20), normal(n, 20, seed=1), normal(2, 9, n, seed=2)
     got = run(spec, [a, *gemm_f32.pack(spec, weights), residual], (2, 9, n))
     assert same_bits(got, gemm_f32.reference(a, weights, None, act, residual))
+
+
+@each_isa
+@pytest.mark.parametrize(("n", "act"), [(128, "none"), (384, "relu"), (190, "none")])
+def test_few_rows_side_by_side(isa: Isa, n: int, act: str) -> None:
+    spec = GemmF32(isa, n, 24, Lead(1), act, residual=True)
+    weights, bias = normal(n, 24, seed=1), normal(n, seed=2)
+    packed = gemm_f32.pack(spec, weights, bias)
+    for m in range(8):
+        a, residual = normal(m, 24), normal(m, n, seed=3)
+        assert same_bits(run(spec, [a, *packed, residual], (m, n)), gemm_f32.reference(a, weights, bias, act, residual))
+
+
+def test_one_row_keeps_eight_sums_going() -> None:
+    # With the two of one panel every multiply-add would wait for the one before: a quarter of the speed.
+    loops = hot_loops(assembly(GemmF32(AVX2, 512, 384, Lead(1))), "vfmadd")
+    sums = [[sum(word in line for line in loop) for word in ("vfmadd", "vbroadcastss")] for loop in loops]
+    assert max(fma / broadcast for fma, broadcast in sums) == 8
+
+
+@each_isa
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": 3, "vectors": 1}, {"rows": 2, "vectors": 4, "unroll": 2}, {"ahead": 640, "ahead_few": 64, "panels_first": False}],
+)
+def test_no_tile_changes_a_bit(isa: Isa, change: dict[str, int]) -> None:
+    n, k = 96, 20
+    plain = GemmF32(isa, n, k, Lead(1))
+    spec = replace(plain, tile=replace(plain.default_tile, **change))
+    assert spec.how != plain.how
+    weights, bias = normal(n, k, seed=1), normal(n, seed=2)
+    packed = gemm_f32.pack(spec, weights, bias)
+    for m in (1, 2, 7, 130):
+        a = normal(m, k)
+        assert same_bits(run(spec, [a, *packed], (m, n)), gemm_f32.reference(a, weights, bias))
 
 
 @each_isa

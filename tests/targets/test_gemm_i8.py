@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from khtst_compile.targets.isa import ALL_ISAS, AVX2, AVX512, AVX512VNNI, AVXVNN
 from khtst_compile.targets.kernels.act import ACTIVATIONS
 from khtst_compile.targets.kernels.gemm_i8 import GemmI8, pack, reference, store_codes
 from khtst_compile.targets.kernels.rows import Lead
+from khtst_compile.targets.kernels.tiles import Tile
 from tests.targets.gemm_tools import (
     RUNNABLE,
     assembly,
@@ -109,6 +111,41 @@ def test_leading_dimensions(isa: Isa, lead: tuple[int, ...], static: bool) -> No
     assert same_bits(got, want)
 
 
+@each_isa
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 3, "vectors": 1},
+        {"rows": 2, "vectors": 3, "unroll": 1},
+        {"unroll": 4, "ahead": 0, "ahead_few": 0},
+        {"ahead": 64, "ahead_few": 4096, "panels_first": False, "block": 4096},
+    ],
+)
+def test_no_tile_changes_a_bit(isa: Isa, change: dict[str, int]) -> None:
+    n, k = 72, 80
+    plain = GemmI8(isa, n, k, Lead(1), "relu", True)
+    spec = replace(plain, tile=replace(plain.default_tile, **change))
+    assert spec.how != plain.how
+    for m in (1, 2, 7, 130):
+        codes, weights, a_scale, w_scale, bias, added = codes_and_weights(m, n, k)
+        got = call(spec, codes, weights, a_scale, w_scale, bias, added)
+        assert same_bits(got, reference(codes, a_scale, weights, w_scale, bias, "relu", added))
+
+
+def test_tiles_reach_the_machine_code() -> None:
+    plain = GemmI8(AVX2, 64, 384, Lead(1))
+
+    def full_loops(spec: GemmI8) -> list[tuple[int, int]]:
+        """(products, prefetches) of the innermost loops that hold whole turns of 4 rows and 2 vectors."""
+        loops = hot_loops(assembly(spec), "vpmaddwd")
+        counts = [tuple(sum(word in line for line in loop) for word in ("vpmaddwd", "prefetch")) for loop in loops]
+        return [(products, asked) for products, asked in counts if products == 8 * spec.how.unroll]
+
+    assert (16, 2) in full_loops(plain)
+    assert (32, 4) in full_loops(replace(plain, tile=replace(plain.how, unroll=4)))
+    assert {asked for _, asked in full_loops(replace(plain, tile=replace(plain.how, ahead=0)))} == {0}
+
+
 def test_no_bias_is_zero_bias() -> None:
     codes, weights, a_scale, w_scale, _, added = codes_and_weights(4, 9, 12)
     spec = GemmI8(AVX2, 9, 12, Lead(1))
@@ -132,12 +169,12 @@ def test_assembly(isa: Isa, instruction: str, n: int, act: str) -> None:
     spec = GemmI8(isa, n, 384, Lead(2), act, act == "none")
     text = assembly(spec)
     loops = hot_loops(text, instruction.partition("\\t")[0].rpartition("+")[2])
-    full = spec.dot.rows * spec.panels.vectors
+    full = spec.how.rows * spec.how.vectors
     assert max(sum(bool(re.search(instruction, line)) for line in loop) for loop in loops) >= full
     for loop in loops:
         assert not touches_stack(text, loop)
-        if full == sum(bool(re.search(instruction, line)) for line in loop) // spec.dot.unroll:
-            assert sum("prefetch" in line for line in loop) == (spec.dot.unroll if spec.dot.prefetch else 0)
+        if full == sum(bool(re.search(instruction, line)) for line in loop) // spec.how.unroll:
+            assert sum("prefetch" in line for line in loop) == (spec.how.unroll if spec.how.ahead else 0)
     # "pairs" keeps one term a row in a workspace; accumulators never.
     assert len(re.findall(r"call\w*\t.*TVMBackendAllocWorkspace", text)) <= (1 if spec.dot.kind == "pairs" else 0)
 
@@ -164,6 +201,9 @@ def test_kernels_share_a_module() -> None:
         ({"output": "int8"}, "'acc'"),
         ({"output": "acc", "act": "gelu"}, "no activation"),
         ({"act": "swish"}, "swish"),
+        ({"tile": Tile(8, 2)}, "fewer rows"),
+        ({"tile": Tile(0, 2)}, "at least 1"),
+        ({"tile": Tile(4, 2, unroll=3)}, "divisor"),
     ],
 )
 def test_refusals(options: dict[str, object], message: str) -> None:
