@@ -81,6 +81,10 @@ _BY_KIND: dict[str, dict[str, Any]] = {
         "target": {"name": str, "variants": [_VARIANT]},
         "weights": [{"dtype": str, "shape": [COUNT], "offset": COUNT}],
         "taps": [_TAP],
+        "program": [
+            {"kernel": str, "site": str, "operator": str, "outputs": COUNT, "macs": COUNT, "pair_macs": COUNT, "products": str}
+        ],
+        "independent": Either((type(None), str)),
         "meta": dict,
     },
     "onnx": {"meta": dict, "opset": int},

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from khtst_compile import artifact as artifacts
 from khtst_compile.benchmark import golden_inputs, make_inputs
-from khtst_compile.errors import ArtifactError, UsageError
+from khtst_compile.errors import UsageError
 from khtst_compile.roofline import Roofline, clock, isa_named, measure
 from khtst_compile.runtime import Artifact, Step, load
 
@@ -52,26 +51,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Listing:
-    """rows in order of execution; sizes: of the dynamic axes; peak: what this machine can do; run_s: median time of a whole run, with
+    """rows in order of execution, for the first of `parts` of the batch; sizes: of the dynamic axes; peak: what this machine can do;
+    run_s: median time of a whole run, with
     --time, which is more than the kernels' by what happens between them."""
 
     path: str
     sizes: dict[str, int]
     peak: Roofline
     rows: tuple[Row, ...]
+    parts: int
     run_s: float | None
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """Sums over the rows. linear_share: linear layers' least time at the peak of their products, over the time of a whole run."""
-        at_peak = sum(r.linear / self.peak.macs(r.products) for r in self.rows)
-        kernels_s = sum(r.measured_s or 0.0 for r in self.rows) if self.run_s is not None else None
+        """Sums over the rows and parts (parts are of equal size, or one entry more or less).
+
+        linear_share: linear layers' least time at the peak of their products, over the time of a whole run.
+        """
+        at_peak = self.parts * sum(r.linear / self.peak.macs(r.products) for r in self.rows)
+        kernels_s = self.parts * sum(r.measured_s or 0.0 for r in self.rows) if self.run_s is not None else None
         return {
-            "kernels": len(self.rows),
-            "bytes": sum(r.bytes for r in self.rows),
-            "macs": sum(r.macs for r in self.rows),
-            "linear_macs": sum(r.linear for r in self.rows),
-            "expected_s": sum(r.expected_s for r in self.rows),
+            "kernels": self.parts * len(self.rows),
+            "bytes": self.parts * sum(r.bytes for r in self.rows),
+            "macs": self.parts * sum(r.macs for r in self.rows),
+            "linear_macs": self.parts * sum(r.linear for r in self.rows),
+            "expected_s": self.parts * sum(r.expected_s for r in self.rows),
             "kernels_s": kernels_s,
             "run_s": self.run_s,
             "linear_share": at_peak / self.run_s if self.run_s else None,
@@ -87,27 +91,17 @@ def list_kernels(
     """Run a "library" artifact and list what it did, beside what this machine could do at this moment.
 
     sizes: axis -> size (default: those of the golden inputs); timed: measure, too.
-    Raises UsageError for an axis that is unknown or a size that is not allowed, ArtifactError where the artifact lists no calls.
+    Raises UsageError for an axis that is unknown or a size that is not allowed.
     """
     loaded = load(path, threads=threads)
-    calls = _calls(loaded.folder)
+    calls = list(loaded.manifest["program"])
     golden = golden_inputs(loaded.folder)
     used = _sizes(loaded, golden, dict(sizes or {}))
     inputs = make_inputs(loaded.inputs, used, golden)
-    steps = loaded.trace(inputs, runs if timed else 1)
+    steps, parts = loaded.trace(inputs, runs if timed else 1)
     run_s = _time(loaded, inputs, runs) if timed else None
     peak = measure(isa_named(loaded.isa), loaded.threads)
-    return Listing(str(loaded.path), used, peak, tuple(_rows(steps, calls, peak, timed)), run_s)
-
-
-def _calls(folder: artifacts.Folder) -> list[dict[str, Any]]:
-    """What `lower` noted about each call of a kernel."""
-    calls = folder.manifest.get("program")
-    fields = {"kernel": str, "site": str, "operator": str, "outputs": int, "macs": int, "pair_macs": int, "products": str}
-    for entry in calls if isinstance(calls, list) else [None]:
-        if not isinstance(entry, dict) or any(not isinstance(entry.get(k), t) for k, t in fields.items()):
-            raise ArtifactError(f"{folder.path}: manifest field 'program' lists no kernel calls; lower again with this version")
-    return list(calls or [])
+    return Listing(str(loaded.path), used, peak, tuple(_rows(steps, calls, peak, timed)), parts, run_s)
 
 
 def _sizes(loaded: Artifact, golden: dict[str, Array], asked: dict[str, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from khtst_compile import artifact, cpu, workers
+from khtst_compile import artifact, cpu, parts, workers
 from khtst_compile.checks import check_count
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, ResourceError, UsageError
 from khtst_compile.layout import ALIGN
@@ -225,6 +225,9 @@ class Artifact:
         stored = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
         weights = artifact.arrange(stored, variant)
         self._engine = Engine(folder.file(variant["library"]), weights, self.threads)
+        self._independent: str | None = folder.manifest["independent"]
+        self._fewest = int(folder.manifest["axes"].get(self._independent, [1])[0] or 1)
+        self._row_macs = sum(int(call["macs"]) for call in folder.manifest["program"])
 
     @property
     def path(self) -> Path:
@@ -233,7 +236,13 @@ class Artifact:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """inputs: name -> array of the dtype and shape in `self.inputs` -> outputs by name. Raises UsageError naming the input at fault."""
-        results = self._engine.call("main", self._check(inputs))
+        arrays = self._check(inputs)
+        slices = self._cut(arrays)
+        if len(slices) == 1:
+            results = self._engine.call("main", arrays)
+        else:
+            taken = (parts.taken(arrays, self.inputs, self._independent, part) for part in slices)
+            results = parts.joined([self._engine.call("main", part) for part in taken])
         return {s.name: r for s, r in zip(self.outputs, results, strict=True)}
 
     def run_with_taps(self, inputs: dict[str, Array]) -> tuple[dict[str, Array], list[Array]]:
@@ -260,9 +269,15 @@ class Artifact:
 
         return generate(self, prompt, **options)
 
-    def trace(self, inputs: dict[str, Array], runs: int = 1) -> list[Step]:
-        """The program as it is executed on these inputs: its kernels in order, each with its median time over `runs` runs."""
-        return self._engine.trace(self._check(inputs), runs)
+    def trace(self, inputs: dict[str, Array], runs: int = 1) -> tuple[list[Step], int]:
+        """The program as it is executed on these inputs: its kernels in order, each with its median time over `runs` runs, and how many
+        parts of the batch go through it, one after the other; the kernels are those of the first."""
+        arrays = self._check(inputs)
+        slices = self._cut(arrays)
+        return self._engine.trace(parts.taken(arrays, self.inputs, self._independent, slices[0]), runs), len(slices)
+
+    def _cut(self, arrays: list[Array]) -> list[slice]:
+        return parts.cut(arrays, self.inputs, self._independent, self._fewest, self._row_macs, self.threads)
 
     def _check(self, inputs: dict[str, Array]) -> list[Array]:
         return check_inputs(inputs, self.inputs, self.manifest["axes"], self.manifest.get("ranges", {}))

@@ -159,6 +159,8 @@ LIBRARY: dict[str, Any] = {
     "target": {"name": "x86-avx2", "variants": [VARIANT]},
     "weights": [{"dtype": "int8", "shape": [3, 8], "offset": 0}],
     "taps": [],
+    "program": [],
+    "independent": None,
 }
 
 

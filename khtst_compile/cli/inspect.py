@@ -54,8 +54,10 @@ def summary(found: dict[str, Any]) -> list[str]:
         f"recipe: {found['recipe'] or '(none: float32)'}",
         "made by: " + ", ".join(f"{k} {made[k]}" for k in ("khtst_compile", "torch", "tvm") if k in made),
     ]
+    for variant in target.get("variants", []):
+        shown.append(f"{variant['name']}: {variant['library']}, needs {', '.join(variant['cpu_flags']) or 'any x86'}")
     if target:
-        shown.append(f"needs: {', '.join(target['cpu_flags']) or 'any x86'}; {len(found['kernels'])} kernels")
+        shown.append(f"kernels: {len(found['program'])} calls of {len(found['kernels'])}; --kernels lists them")
     for name in ("inputs", "outputs"):
         shown += [f"{name}: " + ", ".join(f"{e['name']} {e['dtype']} {_plain(e['shape'])}" for e in found[name])]
     shown.append("axes: " + (", ".join(f"{k} {low}..{high}" for k, (low, high) in found["axes"].items()) or "none is dynamic"))
@@ -92,8 +94,9 @@ def listing(found: Listing) -> str:
     timed = ("us", "share") if found.run_s is not None else ()
     totals, peak = found.totals, found.peak
     sizes = ", ".join(f"{k} {v}" for k, v in found.sizes.items()) or "fixed sizes"
+    parts = f"{found.parts} parts of " if found.parts > 1 else ""
     below = [
-        f"{sizes}: {len(found.rows)} kernels, {totals['bytes'] or 0:,.0f} bytes, {totals['macs'] or 0:,.0f} multiply-adds "
+        f"{sizes}: {parts}{len(found.rows)} kernels, {totals['bytes'] or 0:,.0f} bytes, {totals['macs'] or 0:,.0f} multiply-adds "
         f"({totals['linear_macs'] or 0:,.0f} in linear layers), least time {(totals['expected_s'] or 0) * 1e3:.3f} ms",
         f"this machine, {peak.isa}, {peak.threads} thread(s): {peak.int8_macs / 1e9:.1f} G int8 and {peak.float32_macs / 1e9:.1f} G "
         f"float32 multiply-adds a second, reads "

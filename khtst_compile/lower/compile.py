@@ -17,6 +17,7 @@ from khtst_compile.arrays import write_arrays
 from khtst_compile.checks import require_space
 from khtst_compile.errors import OverBudget
 from khtst_compile.lower.digest import digest
+from khtst_compile.lower.independent import independent_axis
 from khtst_compile.lower.relax import Graph, kernel_graph
 from khtst_compile.lower.replay import replay
 from khtst_compile.lower.variants import Helpers, build_variant, library_name, merge
@@ -82,6 +83,7 @@ def compile_program(
         "kernels": libraries[0].macs,
         "tuning": [r.to_json() for r in helpers.records],
         "program": libraries[0].calls,
+        "independent": independent_axis(graph.program),
         "golden": {**source.manifest["golden"], "run_on": runner},
     }, report
 

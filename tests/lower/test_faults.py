@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import khtst_compile as kc
-from khtst_compile import artifact
+from khtst_compile import artifact, cpu
 from khtst_compile.errors import ArtifactError, EnvironmentProblem, OverBudget, UsageError
 from khtst_compile.runtime import WEIGHTS
 
@@ -31,10 +31,12 @@ def edit(folder: Path, change: Any) -> None:
 def gemm_entries(manifest: dict[str, Any], site: str) -> list[dict[str, Any]]:
     """Weight entries of a layer: its int8 matrix, scale and bias. The matrices stand in the order the layers run."""
     sites = [t["site"] for t in manifest["taps"] if t["operator"] == "w8a8_gemm"]
-    starts = [i for i, e in enumerate(manifest["weights"]) if e["dtype"] == "int8"]
+    runs = next(v for v in manifest["target"]["variants"] if not cpu.missing(v["cpu_flags"]))
+    entries = [manifest["weights"][i] for i in runs["arrays"]]
+    starts = [i for i, e in enumerate(entries) if e["dtype"] == "int8"]
     start = starts[sites.index(site)]
-    floats = [e for e in manifest["weights"][start : start + 4] if e["dtype"] == "float32"]
-    return [manifest["weights"][start], *floats[:2]]
+    floats = [e for e in entries[start : start + 4] if e["dtype"] == "float32"]
+    return [entries[start], *floats[:2]]
 
 
 @pytest.fixture
@@ -110,8 +112,10 @@ def test_an_altered_file_is_refused_before_it_is_loaded(copy: Path) -> None:
         kc.load(copy)
 
 
-@pytest.mark.parametrize("name", ["model.so", WEIGHTS, "golden.npz"])
+@pytest.mark.parametrize("name", ["library", WEIGHTS, "golden.npz"])
 def test_a_truncated_or_missing_file_is_refused(copy: Path, name: str) -> None:
+    if name == "library":
+        name = artifact.read(copy).manifest["target"]["variants"][-1]["library"]
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[: len(data) // 2])
     with pytest.raises(ArtifactError, match=name):
@@ -122,7 +126,7 @@ def test_a_truncated_or_missing_file_is_refused(copy: Path, name: str) -> None:
 
 
 def test_an_artifact_for_another_cpu_is_refused_by_flag(copy: Path) -> None:
-    edit(copy, lambda manifest, _: manifest["target"]["cpu_flags"].append("avx9000"))
+    edit(copy, lambda manifest, _: [v["cpu_flags"].append("avx9000") for v in manifest["target"]["variants"]])
     with pytest.raises(EnvironmentProblem, match="lacks avx9000"):
         kc.load(copy)
 
