@@ -14,7 +14,7 @@ import torch
 import khtst_compile as kc
 from khtst_compile import artifact
 from khtst_compile.api import load_program
-from khtst_compile.errors import UsageError
+from khtst_compile.errors import OverBudget, UsageError
 from khtst_compile.lower.relax import kernel_graph
 from khtst_compile.lower.replay import replay
 from khtst_compile.parity import relative_error_db
@@ -116,3 +116,25 @@ def test_signature(loaded: Any) -> None:
         ("mask", "bool", ("batch", "seq")),
     ]
     assert [(s.name, s.dtype, s.shape) for s in loaded.outputs] == [("output", "float32", ("batch", 7))]
+
+
+def test_a_wrong_fusion_is_refused(quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of it is right, on the inputs it has: keys and values only change places."""
+    from khtst_compile.lower import relax
+    from khtst_compile.lower.fuse import fuse
+    from khtst_compile.program import Program
+
+    def wrong(program: Program) -> tuple[Program, dict[str, int]]:
+        fused, counts = fuse(program)
+        for node in fused.graph.nodes:
+            if node.target is torch.ops.khtst.attention.default:
+                q, k, v, *rest = node.args
+                starts = list(rest[4])
+                rest[4] = [starts[0], starts[2], starts[1]]
+                node.args = (q, v, k, *rest)
+        return fused, counts
+
+    monkeypatch.setattr(relax, "fuse", wrong)
+    with pytest.raises(OverBudget, match="output"):
+        kc.lower(quantized, tmp_path / "x", target="x86-avx2")
+    assert not (tmp_path / "x").exists()
