@@ -103,7 +103,7 @@ def test_inspect(cli: Cli, made: Made) -> None:
         and "w8a8 left alone 1: kept float32 as asked" in short
     )
     assert len(short.splitlines()) <= 24 < len(long.splitlines())  # one screen
-    assert found["files"]["model.so"]["sha256"] in long
+    assert found["files"]["model-avx2.so"]["sha256"] in long
 
 
 def test_passes_and_targets(cli: Cli) -> None:

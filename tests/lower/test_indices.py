@@ -53,7 +53,7 @@ def artifact_of(function: Function, folder: Path, batch: int | None = ROWS) -> t
     shapes = {"x.0": (1, 8)} if batch is None else {"batch": (ROWS, ROWS)}
     program = capture_module(module, (torch.randn(ROWS, WIDTH), torch.tensor([0, 1, 2, 3])), shapes=shapes)
     kc.quantize(program, folder / "q", recipe="fp32")
-    kc.lower(folder / "q", folder / "l")
+    kc.lower(folder / "q", folder / "l", target="x86-avx2")
     return module, kc.load(folder / "l", threads=1)
 
 

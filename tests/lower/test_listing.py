@@ -16,7 +16,7 @@ def test_attention_tables_and_order(library: Path) -> None:
     # The table of embeddings has more rows than are read: as many bytes count as are written, and the ids.
     take = next(r for r in found.rows if (50, width) in r.shapes)
     written = 4 * batch * length * width
-    assert take.weight_bytes == min(4 * 50 * width, written) and take.bytes == written + take.weight_bytes + 4 * batch * length
+    assert take.weight_bytes == min(4 * 50 * width, written) and take.bytes == written + take.weight_bytes + 8 * batch * length
     gemms = [r for r in found.rows if r.operator == "w8a8_gemm"]
     assert gemms[0].macs == batch * length * width * 3 * width and gemms[0].site.count("+") == 2
     sites = [r.site for r in found.rows if r.site]

@@ -40,7 +40,7 @@ def test_it_works(name: str, tmp_path: Path) -> None:
     program = capture_module(Odd(WORKING[name]).eval(), (torch.randn(4, 32),))
     np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((32, 32)).astype(np.float32))
     kc.quantize(program, tmp_path / "q", calib=tmp_path / "x.npy")
-    kc.lower(tmp_path / "q", tmp_path / "l")
+    kc.lower(tmp_path / "q", tmp_path / "l", target="x86-avx2")
     assert kc.verify(tmp_path / "l", reference=tmp_path / "q").ok
 
 
@@ -84,7 +84,7 @@ def test_an_index_out_of_range_reads_no_stray_memory(tmp_path: Path) -> None:
 
     program = capture_module(Gather(), (torch.randn(4, 8), torch.randint(0, 2, (4, 3))))
     kc.quantize(program, tmp_path / "q", recipe="fp32")
-    kc.lower(tmp_path / "q", tmp_path / "l")
+    kc.lower(tmp_path / "q", tmp_path / "l", target="x86-avx2")
     x = np.arange(8, dtype=np.float32)[None]
     got = kc.load(tmp_path / "l").run({"x": x, "i": np.array([[-(10**9), 3, 10**9]])})["output"]
     np.testing.assert_array_equal(got, [[0.0, 3.0, 7.0]])

@@ -49,7 +49,7 @@ def test_a_recipe_survives_lowering_and_export(name: str, program: Program, tmp_
     np.savez(tmp_path / "calib.npz", **calib)
     made = kc.quantize(program, tmp_path / "q", calib=tmp_path / "calib.npz", recipe=RECIPES[name])
     assert next(p for p in made.manifest["passes"] if p["pass"] == "w8a8")["changed"] == (4 if name == "kept in float" else 6)
-    kc.lower(tmp_path / "q", tmp_path / "x86")
+    kc.lower(tmp_path / "q", tmp_path / "x86", target="x86-avx2")
     kc.export(tmp_path / "q", tmp_path / "onnx")
     for folder in ("x86", "onnx"):
         report = kc.verify(tmp_path / folder, reference=tmp_path / "q")
