@@ -107,9 +107,8 @@ class Engine:
         """Run `function` ("main" or "taps") and return what it returns."""
         with self._lock:
             shapes = [a.shape for a in arrays]
-            if shapes != self._shapes:
-                self._resize(shapes, arrays)
-            inputs = [self._input(*each) for each in zip(arrays, self._staged, self._inputs, strict=True)]
+            tensors = self._inputs if shapes == self._shapes else self._resize(shapes, arrays)
+            inputs = [self._input(*each) for each in zip(arrays, self._staged, tensors, strict=True)]
             if function == "main":
                 results = workers.run(self._threads, lambda: self._main(self._buffers, *inputs))
             else:
@@ -118,12 +117,12 @@ class Engine:
 
     def _input(self, given: Array, staged: Array | None, tensor: Any) -> Any:
         if staged is None:
-            return _tensor(self._tvm, given)
+            return _tensor(self._tvm, given) if tensor is None else tensor
         np.copyto(staged, given, casting="equiv")
         return tensor
 
-    def _resize(self, shapes: list[tuple[int, ...]], arrays: list[Array]) -> None:
-        """Make room for inputs of these shapes and for what `main` computes from them."""
+    def _resize(self, shapes: list[tuple[int, ...]], arrays: list[Array]) -> list[Any]:
+        """Make room for inputs of these shapes and for what `main` computes from them; returns tensors of the inputs."""
         self._shapes = []
         pairs = [(None, None) if a.nbytes > STAGED_BYTES else _staging(self._tvm, a) for a in arrays]
         self._staged, self._inputs = [p[0] for p in pairs], [p[1] for p in pairs]
@@ -141,6 +140,7 @@ class Engine:
                 ) from error
             self._held = needed
         self._shapes = shapes
+        return shaped
 
     def trace(self, arrays: list[Array], runs: int) -> list[Step]:
         """The kernels `main` calls in the order of execution, each with the median of its times over `runs` runs.
