@@ -216,12 +216,8 @@ class Artifact:
         self.manifest = folder.manifest
         self.inputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["inputs"])
         self.outputs = tuple(TensorSpec.from_json(e) for e in folder.manifest["outputs"])
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads is {threads}; needed: at least 1")
         cores = cpu.usable_cores()
-        self.threads = (
-            min(threads, cores) if threads is not None else cores
-        )  # more than one a core would only wait for each other
+        self.threads = min(threads or cores, cores)  # more than one a core would only wait for each other
         stored = artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"])
         weights = artifact.arrange(stored, variant)
         self._engine = Engine(folder.file(variant["library"]), weights, self.threads)
