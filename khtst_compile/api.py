@@ -97,8 +97,9 @@ def quantize(
             samples = load_samples(None, program, limit=GOLDEN_SAMPLES, max_length=max_length, seed=seed, random=True)
         _check_first(samples, program)
         if passes:
+            moments = any(getattr(p, "rounding", None) == "gptq" for p in passes)
             with _bar(progress, samples.count, "calibrate") as bar:
-                program = program.with_stats(calibrate(program, samples, seed=seed, progress=bar))
+                program = program.with_stats(calibrate(program, samples, moments=moments, seed=seed, progress=bar))
             say(f"calibrated on {samples.count} samples ({samples.source})")
         _check_globs(program, [*keep_fp32, *(getattr(p, "keep_fp32", None) or "" for p in passes)])
         quantized = run_passes(program, passes, dump=dump, report=say)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
 # From this many samples on, held-out tokens come from samples of their own; below, tokens are drawn one by one.
 SPLIT_SAMPLES = 8
+MOMENT_TOKENS = 16384  # tokens second moments are summed over, at most
 WHOLE_SAMPLES = 32  # held-out samples kept whole
 WHOLE_WINDOWS = 8  # the same of a language model, whose windows each have logits at every position
 
@@ -38,6 +39,7 @@ class ActivationStats:
     grads, held_grads: linear node name -> (n | m, out_features) float32, d(random projection of the outputs) / d(that
     linear's output) for the same tokens.
     tokens: number of real tokens seen; zero_channels: how many channels never left zero.
+    moments: (features, features) float32, the sum of x x^T over the first MOMENT_TOKENS tokens that are not held out, or None.
     """
 
     absmax: torch.Tensor
@@ -47,6 +49,17 @@ class ActivationStats:
     held_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
     zero_channels: int = 0
+    moments: torch.Tensor | None = None
+
+    def scaled(self, factor: torch.Tensor) -> ActivationStats:
+        """What would have been seen of the activation times `factor`, (features,)."""
+        return replace(
+            self,
+            absmax=self.absmax * factor.abs(),
+            rows=self.rows * factor,
+            held_rows=self.held_rows * factor,
+            moments=None if self.moments is None else self.moments * factor * factor[:, None],
+        )
 
 
 @dataclass
@@ -69,17 +82,19 @@ def calibrate(
     rows: int = 512,
     held_rows: int = 512,
     gradients: bool = True,
+    moments: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Stats:
     """Run the program over `samples` and keep, for every input of a linear, channel ranges and a bounded sample of tokens.
 
     rows, held_rows: tokens kept per activation to calibrate on and to judge on, from different samples where there are at least
-    eight. gradients: also keep what the outputs' seeded random projection does at each linear. Memory is one batch and the kept
-    tokens, whatever the number of samples. Raises CalibrationError for no samples at all and for NaN or infinity in an activation.
+    eight. gradients: also keep what the outputs' seeded random projection does at each linear. moments: also sum up second moments.
+    Memory is one batch, the kept tokens and the moments, whatever the number of samples. Raises CalibrationError for no samples at all
+    and for NaN or infinity in an activation.
     """
     count, source = (samples.count, samples.source) if isinstance(samples, Samples) else (None, "samples given in Python")
-    collector = _Collector(program, rows, held_rows, gradients, seed, count)
+    collector = _Collector(program, rows, held_rows, gradients, moments, seed, count)
     reporter = progress or NullProgress()
     for batch in samples:
         try:
@@ -89,7 +104,8 @@ def calibrate(
             if not (gradients and collector.seen == 0 and "derivative for" in str(error)):
                 raise
             log.warning("calibrating without gradients, layers will be judged on their own errors: %s", error)
-            return calibrate(program, samples, rows=rows, held_rows=held_rows, gradients=False, seed=seed, progress=progress)
+            options: dict[str, Any] = {"rows": rows, "held_rows": held_rows, "moments": moments, "seed": seed}
+            return calibrate(program, samples, gradients=False, progress=progress, **options)
         reporter.advance(size)
     if collector.seen == 0:
         raise CalibrationError("calibration: there are no samples; needed: at least one")
@@ -104,6 +120,15 @@ class _Tracked:
     keep: Reservoir
     held: Reservoir
     tokens: int = 0
+    moments: torch.Tensor | None = None
+    summed: int = 0
+
+    def sum_up(self, rows: torch.Tensor) -> None:
+        """rows: (n, features) float32; adds what there is room for to the moments."""
+        rows = rows[: MOMENT_TOKENS - self.summed]
+        if self.moments is not None and len(rows):
+            self.moments.addmm_(rows.T, rows)
+            self.summed += len(rows)
 
 
 @dataclass
@@ -118,8 +143,8 @@ class _Picked:
 class _Collector:
     """State across batches."""
 
-    def __init__(self, program: Program, rows: int, held_rows: int, gradients: bool, seed: int, count: int | None):
-        self.program, self.sizes, self.gradients, self.seed = program, (rows, held_rows), gradients, seed
+    def __init__(self, program: Program, rows: int, held_rows: int, gradients: bool, moments: bool, seed: int, count: int | None):
+        self.program, self.sizes, self.gradients, self.moments, self.seed = program, (rows, held_rows), gradients, moments, seed
         found = find_linears(program.graph, program.tensors())
         self.linears = [linear.node for linear in found]
         self.reads = {linear.node: linear.x.name for linear in found}
@@ -208,6 +233,7 @@ class _Collector:
                 held_grads=t.held.grads,
                 tokens=t.tokens,
                 zero_channels=int((t.absmax == 0).sum()),
+                moments=t.moments if t.summed else None,
             )
         silent = [n.name for n in self.linears if self.gradients and n.name not in self.with_gradient]
         if silent:
@@ -304,6 +330,7 @@ class _Runner(fx.Interpreter):
             features = value.shape[-1]
             keep, hold = collector.sizes
             tracked = _Tracked(torch.zeros(features), Reservoir(keep, features), Reservoir(hold, features))
+            tracked.moments = torch.zeros(features, features) if collector.moments else None
             collector.tracked[n.name] = tracked
         self._picked[n.name] = []
         if seen.shape[0] == 0:
@@ -313,6 +340,8 @@ class _Runner(fx.Interpreter):
             self._check(n, value, f"the input of {_site(collector.readers[n.name][0])!r} is", real)
         tracked.absmax = torch.maximum(tracked.absmax, peak)
         tracked.tokens += seen.shape[0]
+        if tracked.moments is not None:
+            tracked.sum_up(flat[real & ~held])
         for reservoir, mine in ((tracked.keep, real & ~held), (tracked.held, real & held)):
             slots, tokens = reservoir.offer(flat, torch.where(mine, keys, torch.inf))
             if slots.numel():

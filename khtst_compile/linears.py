@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -190,4 +190,4 @@ def calibrated_rows(rewriter: Rewriter, stats: Stats | None, x: fx.Node) -> Acti
     seen = stats.activations.get(source.name)
     if seen is None or scale is None:
         return seen
-    return replace(seen, absmax=seen.absmax * scale.abs(), rows=seen.rows * scale, held_rows=seen.held_rows * scale)
+    return seen.scaled(scale)

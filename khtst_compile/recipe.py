@@ -29,7 +29,7 @@ RECIPES: dict[str, str] = {
     "w8a8-fast": "smooth{alpha=trust} | rotate{block=128,points=8} | w8a8",
     "w8a8-smooth": "smooth{alpha=trust} | w8a8",
     "w8a8-smooth-half": "smooth{alpha=0.5} | w8a8",
-    "w8a8-plain": "w8a8",
+    "w8a8-plain": "w8a8{rounding=nearest}",
     "fp32": "",
 }
 DEFAULT_RECIPE = "w8a8-rotated"

