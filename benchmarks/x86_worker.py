@@ -109,8 +109,8 @@ def openvino_nncf(folder: Path, threads: int) -> Run:
 def _embedder(folder: Path, threads: int, plain_mask: bool = False) -> Any:
     """The model as a torch module: mean of the last hidden states the mask keeps, normalized.
 
-    plain_mask: hand the model what to add to scores; it would make that itself by indexing with numbers it computes, which a quantizer
-    that inserts float32 between all operators breaks.
+    plain_mask: hand the model what to add to scores; it would make that itself by indexing with positions it computes, which do not
+    stay integers in what prepare_pt2e returns.
     """
     import torch
     from transformers import AutoModel
@@ -183,8 +183,9 @@ def executorch(folder: Path, threads: int) -> Run:
                 partial = file.with_suffix(f".{os.getpid()}")
                 partial.write_bytes(_executorch_program(folder, given))
                 partial.replace(file)
-            programs[shape] = Runtime.get().load_program(file.read_bytes()).load_method("forward")
-        return programs[shape].execute(given)[0].numpy()
+            program = Runtime.get().load_program(file)
+            programs[shape] = program, program.load_method("forward")  # the method does not keep its program alive
+        return programs[shape][1].execute(given)[0].numpy()
 
     return run
 
