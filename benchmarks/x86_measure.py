@@ -19,6 +19,8 @@ from khtst_compile.parity import relative_error_db
 
 LONG_S = 0.3
 """A run this long brings its weights back into the cache in a small part of its time, so none is spent on that alone."""
+SLOW_S = 8.0
+"""An engine is left out of shapes at which a single run would take longer."""
 FEWEST = 3
 """Rounds at least."""
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32), (16, 32, 64, 128, 256, 512)
@@ -42,24 +44,26 @@ def latency(
 ) -> list[dict[str, Any]]:
     """All engines at all shapes; a row each, with the median of each turn in `turns_s`.
 
-    rounds: at each shape, fewer (but FEWEST) where they would take more than `budget` seconds; seconds: length of a turn.
+    shapes: smaller ones first; rounds: at each shape, fewer (but FEWEST) once they have taken `budget` seconds; seconds: length of a turn.
     """
     rows = []
+    pace: dict[str, float] = {}  # seconds a token, at the shape before
     for shape in shapes:
-        outputs = {e.name: prepared(e, work, shape) for e in engines}
-        turns: dict[str, list[float]] = {}
-        planned, done = rounds, 0
-        while done < planned:
-            started = time.perf_counter()
-            for engine in engines:
-                last = turns.get(engine.name, [0.0])[-1]
-                command = {"seconds": seconds, "warm": not last > LONG_S}
+        tokens = shape[0] * shape[1]
+        slow = {e.name: pace[e.name] * tokens for e in engines if pace.get(e.name, 0.0) * tokens > SLOW_S}
+        taking = [e for e in engines if e.name not in slow]
+        outputs = {e.name: prepared(e, work, shape) for e in taking}
+        turns: dict[str, list[float]] = {e.name: [] for e in taking}
+        done, started = 0, time.perf_counter()
+        while done < min(FEWEST, rounds) or (done < rounds and time.perf_counter() - started < budget):
+            for engine in taking:
+                command = {"seconds": seconds, "warm": turns[engine.name][-1:] < [LONG_S]}
                 times = engine.ask(command).get("times")
-                turns.setdefault(engine.name, []).append(statistics.median(times) if times else math.nan)
+                turns[engine.name].append(statistics.median(times) if times else math.nan)
             done += 1
-            planned = min(planned, max(FEWEST, done + int(budget / (time.perf_counter() - started))) if done == 1 else planned)
         say(f"{shape_name(shape)}: measured in {done} rounds")
-        rows += [row(e, shape, turns, outputs) for e in engines]
+        pace |= {e.name: statistics.median(turns[e.name]) / tokens for e in taking if e.failed is None}
+        rows += [row(e, shape, turns, outputs, slow.get(e.name)) for e in engines]
     return rows
 
 
@@ -70,11 +74,15 @@ def prepared(engine: Engine, work: Path, shape: Shape) -> Any:
     return np.load(output) if engine.ask({"output": str(output)}).get("ok") else None
 
 
-def row(engine: Engine, shape: Shape, turns: dict[str, list[float]], outputs: dict[str, Any]) -> dict[str, Any]:
-    """What is known of one engine at one shape."""
+def row(
+    engine: Engine, shape: Shape, turns: dict[str, list[float]], outputs: dict[str, Any], slow_s: float | None = None
+) -> dict[str, Any]:
+    """What is known of one engine at one shape. slow_s: seconds a run would have taken, where that was too long."""
     known = {"engine": engine.name, "shape": shape_name(shape), "threads": engine.threads}
     if engine.failed is not None:
         return {**known, "failed": engine.failed}
+    if slow_s is not None:
+        return {**known, "failed": f"{shape_name(shape)} left out, a run would take about {slow_s:.0f} s"}
     exact, got = outputs.get(REFERENCE), outputs[engine.name]
     return {
         **known,

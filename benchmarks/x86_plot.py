@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 
 OURS = "khtst int8"
 LINES = 3
-"""Sizes of the other axis a panel of growth shows: the smallest, the middle and the largest."""
+"""Sizes of the other axis a panel of growth shows: the smallest, the middle and the largest, and any at which there is a cliff."""
 
 
 def main() -> None:
@@ -56,6 +56,7 @@ def bars(panel: Any, rows: list[dict[str, Any]], title: str) -> None:
             panel.text(value, place, f" {value:.2f}", va="center", fontsize=7)
     panel.axvline(1.0, color="black", linewidth=0.8)
     panel.set_xscale("log")
+    _plain(panel.xaxis, [1.0, *(bar.get_width() for bar in panel.patches)])
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set_xlabel(f"time over {OURS} (right of the line: {OURS} is faster)")
@@ -68,7 +69,8 @@ def growth(panel: Any, grown: dict[str, Any], axis: str) -> None:
     """Lines along an axis for some sizes of the other; cliffs have a ring."""
     other = "batch" if axis == "seq" else "seq"
     sizes = sorted({p[other] for p in grown["points"]})
-    shown = sorted({sizes[i * (len(sizes) - 1) // (LINES - 1)] for i in range(LINES)})
+    steep = [c for c in grown["cliffs"] if c["axis"] == axis]
+    shown = sorted({sizes[i * (len(sizes) - 1) // (LINES - 1)] for i in range(LINES)} | {c[other] for c in steep})
     engines = list(dict.fromkeys(p["engine"] for p in grown["points"]))
     for at, engine in enumerate(engines):
         for i, size in enumerate(shown):
@@ -80,11 +82,7 @@ def growth(panel: Any, grown: dict[str, Any], axis: str) -> None:
                 marker=".",
                 label=f"{engine}, {other} {size}",
             )
-        rings = [
-            (c[axis], c["us_per_token"])
-            for c in grown["cliffs"]
-            if c["engine"] == engine and c["axis"] == axis and c[other] in shown
-        ]
+        rings = [(c[axis], c["us_per_token"]) for c in steep if c["engine"] == engine]
         if rings:
             panel.scatter(
                 *zip(*rings, strict=True), s=90, facecolors="none", edgecolors="red", zorder=3, label=f"{engine}: cliff"
@@ -92,11 +90,21 @@ def growth(panel: Any, grown: dict[str, Any], axis: str) -> None:
     panel.set_xscale("log", base=2)
     ticks = sorted({p[axis] for p in grown["points"]})
     panel.set_xticks(ticks, [str(t) for t in ticks])
-    panel.set_ylim(bottom=0)
+    panel.set_yscale("log")
+    _plain(panel.yaxis, [p["us_per_token"] for p in grown["points"]])
+    panel.grid(alpha=0.3)
     panel.set_xlabel({"seq": "tokens of a text", "batch": "texts of a batch"}[axis])
     panel.set_ylabel("microseconds per token")
     panel.set_title("MiniLM-L6, 1 thread")
     panel.legend(fontsize=7)
+
+
+def _plain(axis: Any, values: list[float]) -> None:
+    """Ticks of a logarithmic axis at 1, 2, 5 and their multiples, written as numbers."""
+    steps = [m * 10**e for e in range(-3, 6) for m in (1, 2, 5)]
+    ticks = [t for t in steps if min(values) / 2 <= t <= max(values) * 2]
+    axis.set_ticks(ticks, [f"{t:g}" for t in ticks])
+    axis.set_ticks([], minor=True)
 
 
 if __name__ == "__main__":

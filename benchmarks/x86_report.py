@@ -19,7 +19,7 @@ def ratio(rows: Rows, mine: str, other: str, shape: str, threads: int) -> float 
     found = {r["engine"]: r["turns_s"] for r in rows if (r["shape"], r["threads"]) == (shape, threads) and "turns_s" in r}
     if mine not in found or other not in found:
         return None
-    return statistics.median(a / b for a, b in zip(found[mine], found[other], strict=True))
+    return float(statistics.median(a / b for a, b in zip(found[mine], found[other], strict=True)))
 
 
 def fastest(rows: Rows, mine: str, shape: str, threads: int, among: Callable[[str], bool]) -> tuple[str, float] | None:
@@ -36,14 +36,14 @@ def is_peer(name: str) -> bool:
 def over_trend(times: Sequence[float]) -> list[float]:
     """times: per token, at sizes that double -> each one over what its neighbors let expect (1 where they say nothing).
 
-    Expected is the lower of two: the time before it, growing on as it grew from the one before that but never falling, so that a step
-    shows and a slope does not; and the geometric mean of the times on both sides.
+    Expected is the lower of two: the time before it plus what attention adds, whose time per token is linear in the length, so that the
+    last step up doubles (and a step down ends); and the geometric mean of the times on both sides.
     """
     over = []
     for i, time in enumerate(times):
         trends = []
         if i >= 1:
-            trends.append(times[i - 1] * max(1.0, times[i - 1] / times[i - 2] if i >= 2 else 1.0))
+            trends.append(times[i - 1] + 2 * max(0.0, times[i - 1] - times[i - 2] if i >= 2 else 0.0))
         if 1 <= i < len(times) - 1:
             trends.append((times[i - 1] * times[i + 1]) ** 0.5)
         over.append(time / min(trends) if trends else 1.0)

@@ -60,6 +60,15 @@ def test_a_burst_counts_what_it_measures() -> None:
     assert len(x86_worker.burst(run, {}, 0.0, warm=False)) == 1 and len(calls) == 3
 
 
+def test_an_engine_is_left_out_of_shapes_it_is_too_slow_for(tmp_path: Path) -> None:
+    class Slow(Engine):
+        def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+            return {"times": [0.1]} if "seconds" in command else {}
+
+    first, second = x86_measure.latency([Slow("slow")], tmp_path, [(1, 16), (32, 128)], 2, 0.0, 0.0)
+    assert first["turns_s"] == [0.1, 0.1] and "a run would take about 26 s" in second["failed"]
+
+
 def test_decoding_is_counted_without_the_first_token() -> None:
     answers = 'import sys\nfor _ in sys.stdin: print(\'{"prefill_s": 0.5, "decode_s": 0.25}\', flush=True)'
     made = engine(answers)
