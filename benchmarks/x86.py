@@ -48,6 +48,8 @@ from khtst_compile.tokens import Detokenizer, TextEncoder
 
 SHAPES = ((1, 16), (1, 128), (8, 128), (32, 128))
 PARTS = ("build", "latency", "fp32", "scaling", "peak", "growth", "decode", "perplexity")
+ENCODING = {"latency", "fp32", "scaling", "growth"}
+"""Parts that start engines of MiniLM."""
 FLOAT32 = (OURS_FP32, "onnxruntime fp32", "openvino fp32")
 CALIBRATION = 128
 """Texts NNCF calibrates on; ours uses the same file."""
@@ -65,22 +67,18 @@ def main() -> None:
         not_run["decode"] = not_run["perplexity"] = "it needs --decoder"
     elif "perplexity" in parts and options.decoder_model is None:
         not_run["perplexity"] = "it needs --decoder-model"
+    result["packages"] = {name: installed(python) for name, python in bench.pythons.items()}
+    options.output.mkdir(parents=True, exist_ok=True)
+    data = options.output / "x86.json"
     for part in PARTS:
         if part not in not_run:
             say(f"{part}: begun")
             result[part] = bench.measure(part, shapes, counts, result)
-    result["packages"] = {name: installed(python) for name, python in bench.pythons.items()}
-    options.output.mkdir(parents=True, exist_ok=True)
-    data = options.output / "x86.json"
-    data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # after each, for a run is long
     (options.output / "x86.md").write_text(x86_report.render(result), encoding="utf-8")
     if "plot" in bench.pythons:
-        command = [
-            str(bench.pythons["plot"]),
-            str(Path(__file__).with_name("x86_plot.py")),
-            str(data),
-            str(data.with_suffix(".png")),
-        ]
+        script = Path(__file__).with_name("x86_plot.py")
+        command = [str(bench.pythons["plot"]), str(script), str(data), str(data.with_suffix(".png"))]
         subprocess.run(command, check=True)
     else:
         say(f"x86.png is not drawn: {bench.reasons['plot']}")
@@ -107,6 +105,9 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := [p for p in options.only.split(",") if p and p not in PARTS]:
         parser.error(f"--only: {unknown[0]!r} is no part; parts: {', '.join(PARTS)}")
+    for name in ("quantized", "decoder", "decoder_model"):
+        if (path := getattr(options, name)) is not None and not path.is_dir():
+            parser.error(f"--{name.replace('_', '-')}: {path} is no folder")
     if options.quick:
         options.rounds, options.seconds, options.budget = min(options.rounds, 3), 0.02, 5.0
     return options
@@ -118,9 +119,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace, parts: Sequence[str]):
         self.options = options
         begins = tuple(options.engines.split(","))
-        self.wanted = [e for e in {**ENGINES, **TALKERS} if not options.engines or e.startswith(begins)]
+        known = {**(ENGINES if set(parts) & ENCODING else {}), **(TALKERS if "decode" in parts and options.decoder else {})}
+        self.wanted = [e for e in known if not options.engines or e.startswith(begins)]
         peers = options.peers.absolute()
-        kinds = {{**ENGINES, **TALKERS}[e] for e in self.wanted} - {""} | {"plot"}
+        kinds = {known[e] for e in self.wanted} - {""} | {"plot"}
         self.pythons, self.reasons = environments(peers, kinds, options.own_torch)
         self.work = peers / "work"
         self.work.mkdir(parents=True, exist_ok=True)
@@ -194,7 +196,7 @@ class Bench:
         if part == "peak":
             return x86_measure.peak(work / "library", (8, 128), 1 if quick else 3, 1 if quick else 5)
         if part == "perplexity":
-            return self._perplexity(1 if quick else 8)
+            return self._perplexity(1 if quick else 16)
         if part == "scaling":
             self.make_inputs([(8, 128)])
             with self._running([(OURS, 1), (OURS, 2)]) as engines:

@@ -103,7 +103,7 @@ def scaling(engines: list[Engine], work: Path, shape: Shape, rounds: int) -> dic
         turns.append([statistics.median(t) if t else math.nan for t in times])
     failed = next((e.failed for e in engines if e.failed), None)
     speedup = None if failed else statistics.median(one / two for one, two in turns)
-    return {"shape": shape_name(shape), "speedup": speedup, "turns_s": turns, "failed": failed}
+    return {"shape": shape_name(shape), "speedup": speedup, "turns_s": [] if failed else turns, "failed": failed}
 
 
 def growth(engines: list[Engine], work: Path, shapes: Sequence[Shape], rounds: int, seconds: float) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def start(name: str, pythons: dict[str, Path], reasons: dict[str, str], work: Pa
     """Start a worker bound to the first `threads` cores and wait until its model is loaded."""
     engine, kind = Engine(name, threads), {**ENGINES, **TALKERS}[name]
     if kind not in pythons:
-        engine.failed = reasons[kind]
+        engine.failed = reasons.get(kind, "not among --engines")
         return engine
     cores = set(sorted(os.sched_getaffinity(0))[:threads])
     # OMP_WAIT_POLICY decides how fast two threads are; peers run as their users get them.

@@ -26,7 +26,7 @@ def main() -> None:
     rows, grown = result.get("latency", []), result.get("growth")
     counts = sorted({r["threads"] for r in rows})
     panels: list[tuple[Any, ...]] = [(bars, [r for r in rows if r["threads"] == n], f"{n} thread(s)") for n in counts]
-    panels += [(growth, grown, axis) for axis in ("seq", "batch") if grown]
+    panels += [(growth, grown, axis) for axis in ("seq", "batch") if grown and grown["points"]]
     if not panels:
         return
     columns = min(2, len(panels))

@@ -185,8 +185,11 @@ def test_the_sizes_of_growth_double() -> None:
         assert all(b == 2 * a for a, b in pairwise(sizes))
 
 
-@pytest.mark.parametrize(("text", "said"), [("latency,grow", "'grow' is no part")])
-def test_an_unknown_part_is_a_usage_error(text: str, said: str, tmp_path: Path) -> None:
-    command = [sys.executable, x86.__file__, "--peers", str(tmp_path), "--only", text]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--only", "latency,grow"], "'grow' is no part"), (["--decoder", "nowhere"], "nowhere is no folder")],
+)
+def test_a_wrong_argument_is_a_usage_error(arguments: list[str], said: str, tmp_path: Path) -> None:
+    command = [sys.executable, x86.__file__, "--peers", str(tmp_path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir())
