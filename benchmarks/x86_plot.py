@@ -1,4 +1,4 @@
-"""x86.json -> x86.png: each engine's time over ours for each number of threads, and how time per token grows. Needs matplotlib alone.
+"""x86.json -> x86.png: each engine's time over ours, how time per token grows, and tokens a second. Needs matplotlib alone.
 
 python x86_plot.py results/x86.json results/x86.png
 """
@@ -27,6 +27,8 @@ def main() -> None:
     counts = sorted({r["threads"] for r in rows})
     panels: list[tuple[Any, ...]] = [(bars, [r for r in rows if r["threads"] == n], f"{n} thread(s)") for n in counts]
     panels += [(growth, grown, axis) for axis in ("seq", "batch") if grown and grown["points"]]
+    talking = [r for r in result.get("decode", []) if "failed" not in r]
+    panels += [(rates, talking, f"{what}_tokens_per_s", what) for what in ("prefill", "decode") if talking]
     if not panels:
         return
     columns = min(2, len(panels))
@@ -63,6 +65,18 @@ def bars(panel: Any, rows: list[dict[str, Any]], title: str) -> None:
     panel.set_title(f"MiniLM-L6, {title}")
     panel.margins(x=0.1)
     panel.legend(title="batch x tokens", fontsize=8)
+
+
+def rates(panel: Any, rows: list[dict[str, Any]], key: str, what: str) -> None:
+    """A bar for each engine and number of threads."""
+    for at, row in enumerate(rows):
+        panel.barh(at, row[key], 0.6, color=f"C{row['threads'] - 1}")
+        panel.text(row[key], at, f" {row[key]:.0f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(rows)), [f"{r['engine']}, {r['threads']} thread(s)" for r in rows])
+    panel.invert_yaxis()
+    panel.margins(x=0.1)
+    panel.set_xlabel("tokens a second")
+    panel.set_title(f"SmolLM2-135M, {what}")
 
 
 def growth(panel: Any, grown: dict[str, Any], axis: str) -> None:
