@@ -1,10 +1,13 @@
 """One engine in a process of its own, in the peer's environment: reads commands as JSON lines, answers on standard output.
 
-    {"prepare": "inputs.npz", "output": "y.npy"}   load inputs, run once, store the embedding
-    {"seconds": 0.1}                               run for so long; answers the seconds of each run
+    {"inputs": "inputs.npz"}                       what to run on
+    {"output": "y.npy"}                            run once, store the embedding
+    {"seconds": 0.1, "warm": true}                 run for so long; answers the seconds of each run
+    {"ids": [1, 2, 3], "new": 64}                  language models: go on with a text; answers prefill_s and decode_s
 
-Started by x86.py as: python x86_worker.py ENGINE THREADS FOLDER. FOLDER holds `library`, `library_fp32` (artifacts), `fp32.onnx`,
-`calibration.npz` and `model` (a link to the Hugging Face folder). Needs nothing of khtst_compile except for its own engines.
+Started by x86_peers.py as: python x86_worker.py ENGINE THREADS FOLDER. FOLDER holds `library`, `library_fp32` (artifacts), `fp32.onnx`,
+`calibration.npz`, `model` (a link to the Hugging Face folder) `decoder` (a link to an artifact of SmolLM2) and `smollm2-q8_0.gguf`. Needs
+nothing of khtst_compile except for its own engines.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any
 
 Inputs = dict[str, Any]
 Run = Callable[[Inputs], Any]
+Talk = Callable[[list[int], int], tuple[float, float]]
+"""(token ids of the prompt, how many to add) -> seconds until the first token was there, and from there to the last."""
 
 
 def khtst(folder: Path, threads: int, name: str = "library") -> Run:
@@ -31,6 +36,14 @@ def khtst(folder: Path, threads: int, name: str = "library") -> Run:
 
 def khtst_fp32(folder: Path, threads: int) -> Run:
     return khtst(folder, threads, "library_fp32")
+
+
+def khtst_avx2(folder: Path, threads: int) -> Run:
+    """The same artifact as it runs on a CPU with no more than AVX2."""
+    import khtst_compile
+
+    loaded = khtst_compile.load(folder / "library", threads=threads, variant="x86-avx2")
+    return lambda inputs: next(iter(loaded.run(inputs).values()))
 
 
 def onnxruntime(folder: Path, threads: int, model: str = "fp32.onnx") -> Run:
@@ -93,8 +106,12 @@ def openvino_nncf(folder: Path, threads: int) -> Run:
     return openvino(folder, threads, model=target.name)
 
 
-def _embedder(folder: Path, threads: int) -> Any:
-    """The model as a torch module: mean of the last hidden states the mask keeps, normalized."""
+def _embedder(folder: Path, threads: int, plain_mask: bool = False) -> Any:
+    """The model as a torch module: mean of the last hidden states the mask keeps, normalized.
+
+    plain_mask: hand the model what to add to scores; it would make that itself by indexing with positions it computes, which do not
+    stay integers in what prepare_pt2e returns.
+    """
     import torch
     from transformers import AutoModel
 
@@ -106,7 +123,11 @@ def _embedder(folder: Path, threads: int) -> Any:
             self.model = AutoModel.from_pretrained(folder / "model")
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            mask = attention_mask
+            if plain_mask:
+                added = (1.0 - attention_mask[:, None, None, :].to(torch.float32)) * -1e9
+                mask = added.expand(-1, 1, input_ids.shape[1], -1)
+            hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
             kept = attention_mask[..., None].to(hidden.dtype)
             pooled = (hidden * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
             return torch.nn.functional.normalize(pooled, dim=1)
@@ -145,7 +166,31 @@ def torchao(folder: Path, threads: int) -> Run:
 
 
 def executorch(folder: Path, threads: int) -> Run:
-    """XNNPACK with dynamic int8 activations and int8 weights a channel (qd8); one program for each shape."""
+    """XNNPACK with dynamic int8 activations and int8 weights a channel (qd8); one program for each shape, kept in `folder`."""
+    import torch
+    from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
+    from executorch.runtime import Runtime
+
+    _unsafe_reset_threadpool(threads)
+    programs = dict[tuple[int, ...], Any]()
+
+    def run(inputs: Inputs) -> Any:
+        given = tuple(torch.from_numpy(inputs[k]) for k in ("input_ids", "attention_mask"))
+        shape = tuple(given[0].shape)
+        if shape not in programs:
+            file = folder / f"executorch_{shape[0]}x{shape[1]}.pte"
+            if not file.exists():
+                partial = file.with_suffix(f".{os.getpid()}")
+                partial.write_bytes(_executorch_program(folder, given))
+                partial.replace(file)
+            program = Runtime.get().load_program(file)
+            programs[shape] = program, program.load_method("forward")  # the method does not keep its program alive
+        return programs[shape][1].execute(given)[0].numpy()
+
+    return run
+
+
+def _executorch_program(folder: Path, example: tuple[Any, ...]) -> bytes:
     import torch
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
@@ -153,31 +198,58 @@ def executorch(folder: Path, threads: int) -> Run:
         get_symmetric_quantization_config,
     )
     from executorch.exir import to_edge_transform_and_lower
-    from executorch.runtime import Runtime
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    module, programs = _embedder(folder, threads), dict[tuple[int, ...], Any]()
+    module = _embedder(folder, 1, plain_mask=True)
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True))
+    prepared = prepare_pt2e(torch.export.export(module, example, strict=True).module(), quantizer)
+    prepared(*example)
+    exported = torch.export.export(convert_pt2e(prepared), example, strict=True)
+    return bytes(to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch().buffer)
 
-    def build(example: tuple[Any, ...]) -> Any:
-        quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True))
-        prepared = prepare_pt2e(torch.export.export(module, example, strict=True).module(), quantizer)
-        prepared(*example)
-        exported = torch.export.export(convert_pt2e(prepared), example, strict=True)
-        lowered = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch()
-        return Runtime.get().load_program(lowered.buffer).load_method("forward")
 
-    def run(inputs: Inputs) -> Any:
-        given = tuple(torch.from_numpy(inputs[k]) for k in ("input_ids", "attention_mask"))
-        shape = tuple(given[0].shape)
-        if shape not in programs:
-            programs[shape] = build(given)
-        return programs[shape].execute(given)[0].numpy()
+def khtst_decoder(folder: Path, threads: int) -> Talk:
+    """An artifact of this project, everything a user waits for included."""
+    import khtst_compile
 
-    return run
+    loaded = khtst_compile.load(folder / "decoder", threads=threads)
+
+    def talk(ids: list[int], new: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        steps = loaded.generate(ids, max_new_tokens=new, ignore_end=True)
+        next(steps)
+        first = time.perf_counter()
+        for _ in steps:
+            pass
+        return first - started, time.perf_counter() - first
+
+    return talk
+
+
+def llama_cpp(folder: Path, threads: int) -> Talk:
+    """llama.cpp on Q8_0 weights, by its own clock, which starts with the prompt's first token and leaves out the server around it."""
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(folder / "smollm2-q8_0.gguf")
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+    parameters.n_ctx, parameters.n_parallel = 512, 1
+    server = xllamacpp.Server(parameters)
+
+    def talk(ids: list[int], new: int) -> tuple[float, float]:
+        asked = {"prompt": ids, "n_predict": new, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+        found = server.handle_completions(asked)
+        timings = (json.loads(found) if isinstance(found, str) else found)["timings"]
+        if (timings["prompt_n"], timings["predicted_n"]) != (len(ids), new):
+            raise RuntimeError(f"computed {timings['prompt_n']} + {timings['predicted_n']} tokens; asked: {len(ids)} + {new}")
+        return timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
+
+    return talk
 
 
 ENGINES: dict[str, Callable[[Path, int], Run]] = {
     "khtst int8": khtst,
+    "khtst int8 avx2": khtst_avx2,
     "khtst fp32": khtst_fp32,
     "onnxruntime fp32": onnxruntime,
     "onnxruntime dynamic int8": onnxruntime_int8,
@@ -191,11 +263,15 @@ ENGINES: dict[str, Callable[[Path, int], Run]] = {
 }
 
 
-def burst(run: Run, inputs: Inputs, seconds: float) -> list[float]:
-    """Seconds of each run. The first run brings the weights back into the cache and is not counted."""
-    run(inputs)
+TALKERS: dict[str, Callable[[Path, int], Talk]] = {"khtst decoder": khtst_decoder, "llama.cpp q8_0": llama_cpp}
+
+
+def burst(run: Run, inputs: Inputs, seconds: float, warm: bool) -> list[float]:
+    """Seconds of each run, at least one. warm: a run first that is not counted, for it brings the weights back into the cache."""
+    if warm:
+        run(inputs)
     spent: list[float] = []
-    while sum(spent) < seconds:
+    while not spent or sum(spent) < seconds:
         started = time.perf_counter()
         run(inputs)
         spent.append(time.perf_counter() - started)
@@ -212,23 +288,39 @@ def main() -> None:
         answers.flush()
 
     try:
-        import numpy as np
-
         started = time.perf_counter()
-        run = ENGINES[engine](folder, threads)
+        loop = _talking(TALKERS[engine](folder, threads)) if engine in TALKERS else _running(ENGINES[engine](folder, threads))
         answer({"ready_s": time.perf_counter() - started})
-        inputs: Inputs = {}
         for line in sys.stdin:
-            command = json.loads(line)
-            if "prepare" in command:
-                with np.load(command["prepare"]) as data:
-                    inputs = {k: data[k] for k in data.files}
-                np.save(command["output"], run(inputs))
-                answer({"ok": True})
-            else:
-                answer({"times": burst(run, inputs, command["seconds"])})
+            answer(loop(json.loads(line)))
     except Exception as error:  # whatever goes wrong in a peer is a line of the table
         answer({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]})
+
+
+def _running(run: Run) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    import numpy as np
+
+    inputs: Inputs = {}
+
+    def obey(command: dict[str, Any]) -> dict[str, Any]:
+        if "inputs" in command:
+            with np.load(command["inputs"]) as data:
+                inputs.update({k: data[k] for k in data.files})
+            return {"ok": True}
+        if "output" in command:
+            np.save(command["output"], run(inputs))
+            return {"ok": True}
+        return {"times": burst(run, inputs, command["seconds"], command["warm"])}
+
+    return obey
+
+
+def _talking(talk: Talk) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def obey(command: dict[str, Any]) -> dict[str, Any]:
+        prefill_s, decode_s = talk(command["ids"], command["new"])
+        return {"prefill_s": prefill_s, "decode_s": decode_s}
+
+    return obey
 
 
 if __name__ == "__main__":
