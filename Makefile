@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Extra arguments for pip, such as `--index-url https://download.pytorch.org/whl/cpu` to take torch without CUDA.
 TORCH_ARGS ?=
+# Processes that run tests, each whole files; 0 for one after the other in pytest's own.
+JOBS ?= auto
 # Extra arguments for pytest, such as `-k cli -x`.
 ARGS ?=
 
@@ -28,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/khtst-compile demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
