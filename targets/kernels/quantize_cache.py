@@ -78,9 +78,7 @@ def prim_func(spec: QuantizeCache) -> tirx.PrimFunc:
         }
         declared = {name: T.arg(name, T.buffer(dims, dtype)) for name, (dims, dtype) in shapes.items()}
         rows = T.Bind(batch * seq)
-        flat = {
-            name: T.decl_buffer((rows * dims[2],), dtype, data=declared[name].data) for name, (dims, dtype) in shapes.items()
-        }
+        flat = {name: T.decl_buffer((rows * dims[2],), dtype, data=declared[name].data) for name, (dims, dtype) in shapes.items()}
 
         def position(place: Place) -> Expr:
             return T.Bind(place.row % seq * batch + place.row // seq)
@@ -102,9 +100,11 @@ def _phases(spec: QuantizeCache, flat: dict[str, Expr], position: Callable[[Plac
                 peak = small()
                 store(peak, f32(float(FLOOR)), 0)
                 start = T.Bind(begin + head * spec.head_dim)
-                each_vector(
-                    spec.head_dim, lambda off, valid, name=name, start=start, peak=peak: track(peak, load(flat[name], start + off, valid))
-                )
+
+                def look(off: Expr, valid: int, name: str = name, start: Expr = start, peak: Expr = peak) -> None:
+                    track(peak, load(flat[name], start + off, valid))
+
+                each_vector(spec.head_dim, look)
                 amax = T.Bind(lane(across(peak[span(0)], T.max)))
                 place_of_head = T.Bind(head + at * spec.kv_heads)
                 T.buffer_store(flat["scales"], amax / T.float32(LEVELS), [out + place_of_head])
@@ -118,7 +118,9 @@ def _phases(spec: QuantizeCache, flat: dict[str, Expr], position: Callable[[Plac
                 inverse = T.Bind(splat(place.scratch["inverse"][place.slot * heads + at * spec.kv_heads + head]))
                 first = T.Bind(head * spec.head_dim)
 
-                def piece(off: Expr, valid: int, name: str = name, begin: Expr = begin, first: Expr = first, inverse: Expr = inverse) -> None:
+                def piece(
+                    off: Expr, valid: int, name: str = name, begin: Expr = begin, first: Expr = first, inverse: Expr = inverse
+                ) -> None:
                     whole = rounded_codes(load(flat[name], begin + first + off, valid), inverse)
                     save(flat[f"codes_{name}"], T.Bind(T.cast(whole, f"int8x{LANES}")), out + first + off, valid)
 

@@ -59,9 +59,7 @@ SIZES = ((1, 0, 1), (2, 30, 7), (1, 259, 1), (2, 250, 20))
 
 def codes(heads: int, groups: int, dim: int, mask: Mask | None = None) -> Attention:
     row, kept = heads * dim + 3, Operand(groups * dim)
-    return Attention(
-        AVX2, heads, dim, dim**-0.5, Operand(row, 3), kept, kept, groups, mask, causal=True, cached=True, codes=True
-    )
+    return Attention(AVX2, heads, dim, dim**-0.5, Operand(row, 3), kept, kept, groups, mask, causal=True, cached=True, codes=True)
 
 
 def inputs(spec: Attention, batch: int, past: int, new: int) -> list[np.ndarray]:
