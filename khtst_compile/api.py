@@ -30,6 +30,7 @@ PROGRAM, TOKENIZER = "program.pt2", tokens.FOLDER
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "config.json")
 KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 SLACK_BYTES = 4_000_000  # of a file of tensors, besides the tensors
+CACHES = ("float32", "int8")
 GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
 
 
@@ -50,6 +51,7 @@ def quantize(
     calib: Any = None,
     recipe: str | None = None,
     keep_fp32: str | Sequence[str] = (),
+    kv_cache: str = "float32",
     task: str | None = None,
     shapes: dict[str, tuple[int, int]] | None = None,
     random: bool = False,
@@ -64,8 +66,9 @@ def quantize(
 
     source: a Hugging Face folder, "package.module:factory", a .pt2 file, or a Program. calib: a file (see samples.load_samples) or
     Samples; random: made-up samples instead, with a warning. recipe: text or a name (default: recipe.DEFAULT_RECIPE). keep_fp32: globs
-    of sites that stay float32. shapes: axis -> (min, max). limit, max_length: samples at most, tokens of each at most. dump: folder
-    for the graph after each pass. Raises KhtstError subclasses; nothing is left at `output` then.
+    of sites that stay float32. kv_cache: what a language model keeps its keys and values as, "float32" or "int8", which adds the pass
+    `kv_cache`. shapes: axis -> (min, max). limit, max_length: samples at most, tokens of each at most. dump: folder for the graph after
+    each pass. Raises KhtstError subclasses; nothing is left at `output` then.
     """
     from khtst_compile import recipe as recipes
     from khtst_compile.calibrate import calibrate
@@ -81,15 +84,20 @@ def quantize(
         calib = as_path(calib, "calib")
     keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
     _check_options(recipe, keep_fp32, task, shapes, limit, max_length, seed)
+    if kv_cache not in CACHES:
+        raise UsageError(f"kv_cache is {kv_cache!r}; known: {', '.join(CACHES)}")
     output = as_path(output, "output")
     if dump is not None:
         with artifact.writable(as_path(dump, "dump")):
             Path(dump).mkdir(parents=True, exist_ok=True)
     text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
     passes = [recipes.keep(p, keep_fp32) for p in recipes.parse(text)]
+    passes += recipes.parse("kv_cache") if kv_cache == "int8" else []
     with artifact.staging(output) as folder:
         program = source if isinstance(source, Program) else capture(source, task=task, shapes=shapes, seed=seed)
         say(f"captured {program.meta['source']}: {program.meta['parameters']:,} parameters, task {program.meta['task']}")
+        if kv_cache == "int8":
+            passes[-1].requires(program)  # now, and not after a calibration
         samples = calib if isinstance(calib, Samples) else None
         if samples is None and (passes or calib is not None or random):
             samples = load_samples(calib, program, limit=limit, max_length=max_length, seed=seed, random=random)
@@ -108,14 +116,14 @@ def quantize(
             "kind": "quantized",
             "made_by": _made_by(),
             "source": str(program.meta["source"]),
-            "recipe": recipes.render(passes) if keep_fp32 else recipes.RECIPES.get(text.strip(), text),
+            "recipe": recipes.render(passes) if keep_fp32 or kv_cache != "float32" else recipes.RECIPES.get(text.strip(), text),
             "passes": [*quantized.history],
-            "inputs": [s.to_json() for s in program.inputs],
-            "outputs": [s.to_json() for s in program.outputs],
-            "axes": {k: list(v) for k, v in program.axes.items()},
+            "inputs": [s.to_json() for s in quantized.inputs],
+            "outputs": [s.to_json() for s in quantized.outputs],
+            "axes": {k: list(v) for k, v in quantized.axes.items()},
             "ranges": _id_ranges(quantized),
             "golden": {"samples": samples.source, "accuracy": figures},
-            "meta": {**program.meta, "tokenizer": None, "calibration": samples.source, "seed": seed, "shapes": shapes},
+            "meta": {**quantized.meta, "tokenizer": None, "calibration": samples.source, "seed": seed, "shapes": shapes},
         }
         _copy_tokenizer(program.meta.get("tokenizer"), folder)
         require_space(folder, SLACK_BYTES + sum(t.nbytes for t in quantized.tensors().values()), "the quantized program")
@@ -344,13 +352,14 @@ def _golden(program: Any, quantized: Any, samples: Any) -> tuple[dict[str, Array
     batch = next(iter(samples))
     with torch.no_grad():
         if "cache" in program.meta:
-            from khtst_compile.windows import golden as golden_window
+            from khtst_compile import windows
 
-            batch = golden_window(program, batch)
+            batch = windows.golden(program, batch)
+            given = windows.encoded(quantized, batch)
         else:
-            batch = {k: v[:GOLDEN_SAMPLES] for k, v in batch.items()}
-        exact, rounded = program.run(batch), quantized.run(batch)
-    golden = {f"in/{k}": v.numpy() for k, v in batch.items()}
+            batch = given = {k: v[:GOLDEN_SAMPLES] for k, v in batch.items()}
+        exact, rounded = program.run(batch), quantized.run(given)
+    golden = {f"in/{k}": v.numpy() for k, v in given.items()}
     exact = {name: exact[name] for name in program.results()}
     golden |= {f"fp32/{k}": v.numpy() for k, v in exact.items()} | {f"quantized/{k}": v.numpy() for k, v in rounded.items()}
     figures = {}

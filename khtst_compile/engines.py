@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,18 @@ def baseline_engines(
         engines.append(Engine("onnxruntime float32", ort_run(plain, threads)))
         engines.append(Engine("onnxruntime dynamic int8", ort_run(int8, threads)))
         say(f"baselines: exported and quantized for onnxruntime in {time.perf_counter() - started:.1f} s")
+    if manifest["meta"].get("cache", {}).get("dtype", "float32") != "float32":
+        engines = [replace(e, run=_on_floats(e.run)) for e in engines]
     return engines
+
+
+def _on_floats(run: Run) -> Run:
+    """A program that keeps keys and values in float32, given those of one that keeps codes."""
+    import torch
+
+    from khtst_compile.windows import decoded
+
+    return lambda inputs: run({n: t.numpy() for n, t in decoded({n: torch.from_numpy(a) for n, a in inputs.items()}).items()})
 
 
 def recapture(manifest: dict[str, Any]) -> Program:

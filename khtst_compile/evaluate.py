@@ -102,11 +102,11 @@ def _load(source: str | Path, threads: int | None) -> _Model:
     from khtst_compile.tokens import FOLDER
 
     loaded = load(source, threads=threads)
-    pasts = [(int(s.shape[2])) for s in loaded.inputs[2:]]
+    pasts = [(int(s.shape[2]), s.dtype) for s in loaded.inputs[2:]]
     meta = folder.manifest["meta"]
 
     def logits(ids: Array) -> Array:
-        empty = [np.zeros((0, 1, width), np.float32) for width in pasts]
+        empty = [np.zeros((0, 1, width), dtype) for width, dtype in pasts]
         return loaded.call([ids, np.arange(ids.shape[1] - 1), *empty])[0]
 
     words = Vocabulary(int(loaded.outputs[0].shape[-1]), folder.path / FOLDER, (meta.get("end_tokens") or [None])[0])

@@ -17,6 +17,7 @@ from khtst_compile.tokens import Detokenizer
 
 if TYPE_CHECKING:
     from khtst_compile.runtime import Artifact
+    from khtst_compile.signature import TensorSpec
 
 Array = npt.NDArray[Any]
 Prompt = str | Sequence[int] | Array
@@ -52,12 +53,14 @@ class Step:
 
 
 class Cache:
-    """Keys and values of all layers. Positions are the leading axis of each buffer, (capacity, batch, width) float32, so that what is
-    filled is contiguous and handed to the program without a copy."""
+    """Keys and values of all layers, with their scales where they are int8. Positions are the leading axis of each buffer, (capacity,
+    batch, width), so that what is filled is contiguous and handed to the program without a copy.
 
-    def __init__(self, widths: Sequence[int], batch: int, capacity: int):
+    kept: the program's inputs for it, in call order."""
+
+    def __init__(self, kept: Sequence[TensorSpec], batch: int, capacity: int):
         self.length = 0
-        self.buffers = [_aligned((capacity, batch, width)) for width in widths]
+        self.buffers = [_aligned((capacity, batch, int(s.shape[2])), np.dtype(s.dtype)) for s in kept]
 
     def filled(self) -> list[Array]:
         """Per buffer, (length, batch, width)."""
@@ -71,12 +74,12 @@ class Cache:
         self.length = end
 
 
-def _aligned(shape: tuple[int, ...]) -> Array:
-    """An uninitialized float32 array at a multiple of ALIGN bytes, which kernels read in place."""
-    size = int(np.prod(shape)) * 4
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialized array at a multiple of ALIGN bytes, which kernels read in place."""
+    size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + ALIGN, np.uint8)
     start = -raw.ctypes.data % ALIGN
-    return raw[start : start + size].view(np.float32).reshape(shape)
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 class Generation(Iterator[Step]):
@@ -90,7 +93,7 @@ class Generation(Iterator[Step]):
         self._ids, self._limit = ids, limit
         self._draws = [np.random.default_rng([seed, row]) for row in range(ids.shape[0])]
         self._open = np.ones(ids.shape[0], bool)
-        self._cache = Cache([int(s.shape[2]) for s in artifact.inputs[2:]], ids.shape[0], ids.shape[1] + limit)
+        self._cache = Cache(artifact.inputs[2:], ids.shape[0], ids.shape[1] + limit)
         self.prompt_tokens, self.new_tokens = int(ids.shape[1]), 0
         self.prefill_s = self.decode_s = 0.0
 

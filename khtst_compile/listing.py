@@ -150,7 +150,8 @@ def _row(step: Step, call: dict[str, Any] | None, peak: Roofline, all_weights: i
     first, second = [*shapes, (), ()][:2]
     lead = math.prod(first[:-1])
     linear = lead * int(call["macs"]) if call else 0
-    pairs = lead * (second[-2] if len(second) > 1 else 1) * int(call["pair_macs"]) if call else 0
+    # The rows of the second operand are those of all batch entries, whether positions or the batch come first in it.
+    pairs = lead * math.prod(second[:-1]) // first[0] * int(call["pair_macs"]) if call and call["pair_macs"] else 0
     nbytes, weights = _bytes(step, outputs)
     values, macs = nbytes - weights, linear + pairs
     computing = macs / peak.macs(products)

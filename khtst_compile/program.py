@@ -8,14 +8,15 @@ shares the weights it kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
+from torch.export import ExportedProgram, ModuleCallEntry
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.utils._pytree import tree_structure
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
 from khtst_compile.calibrate import Stats
@@ -188,6 +189,7 @@ class Rewriter:
             new.name = old.name  # a copy renames what is called like a Python builtin; the signature goes by name
         self.tensors = program.tensors()
         self._new: dict[str, torch.Tensor] = {}
+        self._inputs: set[str] = set()  # new public ones
         self._by_name = {n.name: n for n in self.graph.nodes}
 
     def node(self, name: str) -> fx.Node:
@@ -208,6 +210,29 @@ class Rewriter:
         node.meta["val"] = self._fake_mode().from_tensor(tensor, static_shapes=True)
         self._new[node.name] = tensor.detach().contiguous()
         return node
+
+    def add_input(self, name: str, shape: Sequence[Any], dtype: torch.dtype, after: fx.Node) -> fx.Node:
+        """A new public input behind the input `after`. The caller gives the finished Program its `inputs`."""
+        with self.graph.inserting_after(after):
+            node = self.graph.placeholder(name)
+        with self._fake_mode():
+            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
+        self._inputs.add(node.name)
+        return node
+
+    def retype_input(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Let a public input have another dtype."""
+        with self._fake_mode():
+            node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
+        node.meta.pop("tensor_meta", None)
+
+    def results(self) -> list[fx.Node]:
+        """What the graph returns, in the order of `Program.outputs`."""
+        return list(next(n for n in reversed(self.graph.nodes) if n.op == "output").args[0])
+
+    def return_instead(self, results: Sequence[fx.Node]) -> None:
+        """Return these. The caller gives the finished Program its `outputs`."""
+        next(n for n in reversed(self.graph.nodes) if n.op == "output").args = (tuple(results),)
 
     def call(
         self, target: Any, *args: Any, before: fx.Node, like: fx.Node | None = None, kwargs: dict[str, Any] | None = None
@@ -247,15 +272,18 @@ class Rewriter:
         kept: list[InputSpec] = []
         for node in placeholders(self.graph):
             spec = specs.get(node.name)
-            if spec is None:
+            if node.name in self._inputs:
+                spec = InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None)
+            elif spec is None:
                 spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), self._target_name(node.name), persistent=True)
             if spec.kind is not InputKind.USER_INPUT and not node.users:
                 self.graph.erase_node(node)
                 continue
             kept.append(spec)
-        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        results = self.results()
         outputs = [copy.copy(s) for s in signature.output_specs]
-        for out, result in zip(outputs, output.args[0], strict=True):
+        outputs += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(r.name), None) for r in results[len(outputs) :]]
+        for out, result in zip(outputs, results, strict=True):
             if out.kind is OutputKind.USER_OUTPUT and isinstance(result, fx.Node):
                 out.arg = TensorArgument(result.name)
         signature.input_specs, signature.output_specs = kept, outputs
@@ -276,7 +304,7 @@ class Rewriter:
             graph_signature=signature,
             state_dict=state,
             range_constraints=ep.range_constraints,
-            module_call_graph=ep.module_call_graph,
+            module_call_graph=_called(ep.module_call_graph, signature),
             example_inputs=None,
             constants=constants,
             verifiers=ep.verifiers,
@@ -292,6 +320,16 @@ class Rewriter:
             if isinstance(value, torch._subclasses.FakeTensor):
                 return value.fake_mode
         raise PassError("the graph has no tensor values; capture the model again")
+
+
+def _called(entries: list[ModuleCallEntry], signature: ExportGraphSignature) -> list[ModuleCallEntry]:
+    """The entries, where inputs or outputs were added with the number there is now: torch takes a program's arguments apart by them."""
+    names = [s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT]
+    whole = entries[0].signature
+    if whole is None or (whole.in_spec.num_leaves, whole.out_spec.num_leaves) == (len(names), len(signature.output_specs)):
+        return entries
+    taken, given = tree_structure(((0,) * len(names), {})), tree_structure((0,) * len(signature.output_specs))
+    return [ModuleCallEntry("", replace(whole, in_spec=taken, out_spec=given, forward_arg_names=names)), *entries[1:]]
 
 
 def check_program(program: Program) -> None:

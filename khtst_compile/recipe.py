@@ -21,6 +21,7 @@ PASSES: dict[str, str] = {
     "smooth": "khtst_compile.passes.smooth:Smooth",
     "rotate": "khtst_compile.passes.rotate:Rotate",
     "w8a8": "khtst_compile.passes.w8a8:W8A8",
+    "kv_cache": "khtst_compile.passes.kv_cache:KvCache",
 }
 
 # name -> recipe text; the first is the default

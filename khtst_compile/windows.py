@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from khtst_compile.errors import CalibrationError
+from khtst_compile.ops.kv_cache import dequantize, quantize_cache
 from khtst_compile.samples import Samples, draw, existing_file, read_items
 from khtst_compile.tokens import Detokenizer
 
@@ -126,8 +127,30 @@ def batches(program: Program, windows: list[list[int]], size: int = BATCH) -> It
 
 def inputs(program: Program, ids: torch.Tensor, logits_at: torch.Tensor) -> Batch:
     """ids: (batch, seq) int64, logits_at: (rows,) int64 -> the program's inputs with an empty past."""
-    widths = {s.name: int(s.shape[2]) for s in program.inputs[2:]}
-    return {"input_ids": ids, "logits_at": logits_at, **{n: torch.zeros(0, ids.shape[0], w) for n, w in widths.items()}}
+    empty = {s.name: torch.zeros(0, ids.shape[0], int(s.shape[2]), dtype=getattr(torch, s.dtype)) for s in program.inputs[2:]}
+    return {"input_ids": ids, "logits_at": logits_at, **empty}
+
+
+def encoded(program: Program, batch: Batch) -> Batch:
+    """A batch with keys and values in float32 -> as `program` takes them: the same, or codes and scales of them."""
+    if program.meta["cache"].get("dtype", "float32") == "float32":
+        return batch
+    made = dict(batch)
+    for layer in range(program.meta["cache"]["layers"]):
+        names = [f"past_{what}_{layer}" for what in ("key", "value", "scale")]
+        heads = next(int(s.shape[2]) // 2 for s in program.inputs if s.name == names[2])
+        kept = [batch[n].transpose(0, 1) for n in names[:2]]
+        made |= zip(names, quantize_cache(*kept, heads, kept[0].shape[2] // heads, [0, 0]), strict=True)
+    return made
+
+
+def decoded(batch: Batch) -> Batch:
+    """The inverse of `encoded`, up to rounding; a batch in float32 as it is."""
+    made = {n: t for n, t in batch.items() if not n.startswith("past_scale_")}
+    for layer in range(len(batch) - len(made)):
+        for what, scales in zip(("key", "value"), batch[f"past_scale_{layer}"].chunk(2, -1), strict=True):
+            made[f"past_{what}_{layer}"] = dequantize(batch[f"past_{what}_{layer}"], scales)
+    return made
 
 
 def golden(program: Program, batch: Batch) -> Batch:

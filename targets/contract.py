@@ -22,7 +22,8 @@ class KernelCall:
 
     func: the TIR PrimFunc. key: equal keys mean equal functions, so that each is built once.
     operands: arguments before the outputs; a graph node is a tensor at run time, anything else a weight.
-    outputs: (last axis or None for a per-row value, dtype) of each output; leading axes are those of the first operand.
+    outputs: (last axis or None for a per-row value, dtype) of each output; leading axes are those of the first operand, `swapped` where
+    positions come before the batch.
     slots: index of each output in the operator's result; outputs nothing reads are left out.
     macs: multiply-adds per row of the first operand's leading axes.
     pair_macs: multiply-adds per row of the first operand and row of the second that shares its batch (attention).
@@ -37,6 +38,7 @@ class KernelCall:
     macs: int = 0
     pair_macs: int = 0
     products: str = "float32"
+    swapped: bool = False
 
 
 Constants = Callable[[Any], npt.NDArray[Any] | None]

@@ -18,7 +18,7 @@ from torch import fx
 from khtst_compile.layout import Packed
 from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, rotary
+from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, quantize_cache, rotary
 from khtst_compile.targets.kernels.rows import Lead, round_up
 from khtst_compile.targets.kernels.tiles import Tile
 
@@ -46,6 +46,8 @@ def cpu_kernels(isa: Isa, tiles: Tiles | None = None) -> dict[str, tuple[KernelR
         "khtst.linear": (partial(linear, isa, tiles or {}),),
         "khtst.attention": (partial(attend, isa),),
         "khtst.attention_cached": (partial(attend_cached, isa),),
+        "khtst.attention_int8": (partial(attend_int8, isa),),
+        "khtst.quantize_cache": (keep,),
     }
 
 
@@ -243,6 +245,24 @@ def attend_cached(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall |
     return _attention(isa, (q, k, v), (past_k, past_v), mask, (heads, kv_heads, head_dim), offsets, scale, True)
 
 
+def attend_int8(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    q, k, v, scales, past_k, past_v, past_scales, heads, kv_heads, head_dim, scale, offsets = node.args
+    cache, places = (scales, past_k, past_v, past_scales), (*offsets, 0, 0)  # type: ignore[misc]
+    return _attention(isa, (q, k, v), cache, None, (heads, kv_heads, head_dim), places, scale, True, codes=True)
+
+
+def keep(node: fx.Node, constants: Constants) -> KernelCall | None:
+    k, v, kv_heads, head_dim, offsets = node.args
+    values = [t.meta["val"] for t in (k, v)]  # type: ignore[union-attr]
+    places = [attention.Operand(int(t.shape[2]), int(o)) for t, o in zip(values, offsets, strict=True)]  # type: ignore[arg-type]
+    batch = values[0].shape[0] if isinstance(values[0].shape[0], int) else None
+    spec = quantize_cache.QuantizeCache(places[0], places[1], int(kv_heads), int(head_dim), batch)  # type: ignore[arg-type]
+    shown = "_".join(f"{o.row}p{o.offset}" for o in places)
+    key = f"quantize_cache_{spec.kv_heads}_{spec.head_dim}_{shown}_{'d' if spec.batch is None else spec.batch}"
+    outputs = ((spec.width, "int8"), (spec.width, "int8"), (2 * spec.kv_heads, "float32"))
+    return KernelCall(quantize_cache.prim_func(spec), key, (k, v), outputs, (0, 1, 2), swapped=True)  # type: ignore[arg-type]
+
+
 def _attention(
     isa: Isa,
     qkv: tuple[Any, ...],
@@ -252,15 +272,17 @@ def _attention(
     offsets: Any,
     scale: Any,
     causal: bool,
+    codes: bool = False,
 ) -> KernelCall:
     h, g, d = (int(n) for n in sizes)
     q, k, v = (attention.Operand(int(t.meta["val"].shape[2]), int(o)) for t, o in zip(qkv, offsets, strict=True))
     seen = _mask(mask)
-    spec = attention.Attention(isa, h, d, float(scale), q, k, v, g, seen, causal, bool(cache))
+    spec = attention.Attention(isa, h, d, float(scale), q, k, v, g, seen, causal, bool(cache), codes)
     places = "_".join(f"{o.row}p{o.offset}" for o in (q, k, v))
     shown = f"{seen.dtype[0]}{int(seen.batch)}{int(seen.head)}{int(seen.query)}" if seen else "n"
     number = f"{spec.scale:.7g}".replace(".", "d").replace("-", "m").replace("+", "")
-    key = f"attention{'_cached' if cache else ''}_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"
+    form = "_int8" if codes else "_cached" if cache else ""
+    key = f"attention{form}_{h}_{g}_{d}_{places}_{shown}{'c' if causal else ''}_{number}"
     operands = (*qkv, *cache, *([mask] if seen else []))
     pair_macs = h * d if causal else 2 * h * d  # half of the pairs lie above the diagonal
     return KernelCall(attention.prim_func(spec), key, operands, ((h * d, "float32"),), pair_macs=pair_macs)

@@ -20,6 +20,13 @@ SHOWN = 12  # layers left alone that the summary names
 @click.option("--random", is_flag=True, help="Calibrate on random inputs instead (ranges will be wrong; to try things out).")
 @click.option("--recipe", default="w8a8-rotated", show_default=True, help="Name or text of a recipe; see `khtst-compile passes`.")
 @click.option("--keep-fp32", multiple=True, metavar="GLOB", help="Leave layers whose name fits in float32; repeatable.")
+@click.option(
+    "--kv-cache",
+    type=click.Choice(("float32", "int8")),
+    default="float32",
+    show_default=True,
+    help="What a language model keeps its keys and values as.",
+)
 @click.option("--task", help="What the model is for, where its architecture does not say.")
 @click.option("--shapes", multiple=True, metavar="NAME=MIN..MAX", help="Bounds of a dynamic axis; repeatable.")
 @click.option("--limit", type=click.IntRange(min=1), default=256, show_default=True, help="Calibration samples to use at most.")
@@ -36,6 +43,7 @@ def command(
     random: bool,
     recipe: str,
     keep_fp32: tuple[str, ...],
+    kv_cache: str,
     task: str | None,
     shapes: tuple[str, ...],
     limit: int,
@@ -43,7 +51,7 @@ def command(
     dump: Path | None,
 ) -> None:
     """Quantize MODEL: a Hugging Face folder, package.module:factory, or a .pt2 file."""
-    if calib is None and not random and _reads_data(recipe):
+    if calib is None and not random and (_reads_data(recipe) or kv_cache != "float32"):
         raise UsageError("no calibration data: name a file with --calib, or ask for --random to try things out")
     if calib is not None and random:
         raise UsageError("--calib and --random exclude each other; give one of them")
@@ -56,6 +64,7 @@ def command(
         calib=calib,
         recipe=recipe,
         keep_fp32=keep_fp32,
+        kv_cache=kv_cache,
         task=task,
         shapes=parse_shapes(shapes) or None,
         random=random,

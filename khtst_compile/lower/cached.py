@@ -35,7 +35,7 @@ def fuse_cached_attention(rw: Rewriter) -> int:
             continue
         if values[1].meta["val"].shape[1] != kv_heads or values[1].meta["val"].shape[3] != head_dim:
             continue
-        if not _causal(given["attn_mask"], keys[0].meta["val"].shape[0], new):
+        if not causal(given["attn_mask"], keys[0].meta["val"].shape[0], new):
             continue
         flat = [merged_heads(rw, t, sdpa) for t in (query, keys[1], values[1])]
         scale = given["scale"] if given["scale"] is not None else float(head_dim) ** -0.5
@@ -64,7 +64,7 @@ def _past_and_new(whole: Any) -> tuple[fx.Node, fx.Node] | None:
     return past, parts[1]
 
 
-def _causal(mask: Any, past: Any, new: Any) -> bool:
+def causal(mask: Any, past: Any, new: Any) -> bool:
     """Is it provably `past + i >= j` over (new, past + new), and nothing else?"""
     compare = _below_unsqueezes(mask)[0]
     if compare is None or compare.target is not aten.ge.Tensor:

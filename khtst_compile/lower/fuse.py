@@ -17,6 +17,7 @@ from khtst_compile.lower.cached import fuse_cached_attention
 from khtst_compile.lower.embeddings import fuse_embeddings
 from khtst_compile.lower.gates import fuse_gates
 from khtst_compile.lower.heads import merged_heads, replace_merged, sdpa_arguments
+from khtst_compile.lower.kv_cache import fuse_int8_attention, read_projections
 from khtst_compile.lower.match import bound, served, sites
 from khtst_compile.lower.norms import written_norms
 from khtst_compile.lower.projections import mergeable, merged, offsets
@@ -235,13 +236,21 @@ def _shift(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> None:
 
 
 # Operators that read their first operands from a column on -> the argument that says from which, one number for each.
-_OFFSETS: dict[Any, int] = {khtst.attention.default: 7, khtst.attention_cached.default: 10, khtst.rotary.default: 7}
+_OFFSETS: dict[Any, int] = {
+    khtst.attention.default: 7,
+    khtst.attention_cached.default: 10,
+    khtst.attention_int8.default: 11,
+    khtst.quantize_cache.default: 4,
+    khtst.rotary.default: 7,
+}
 
 Rule = Callable[[Rewriter], int]
 RULES: dict[str, Rule] = {
     "written norms": written_norms,
     "rotary": fuse_rotary,
     "cached attention": fuse_cached_attention,
+    "int8 attention": fuse_int8_attention,
+    "int8 cache": read_projections,
     "shared heads": shared_heads,
     "attention": fuse_attention,
     "projections": merge_projections,

@@ -75,6 +75,16 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
             [],
         ),
     )
+    cache = Op(
+        opset,
+        "QuantizeCache",
+        _schema(
+            "QuantizeCache",
+            [("k", _FLOAT), ("v", _FLOAT)],
+            [("codes_k", _INT8), ("codes_v", _INT8), ("scales", _FLOAT)],
+            ["kv_heads", "head_dim"],
+        ),
+    )
     rotate = Op(opset, "Rotate", _schema("Rotate", [("x", _FLOAT)], [("y", _FLOAT)], ["block", "points"]))
 
     def quantize_rows(x: Any, inv_smooth: Any, static_scale: Any, block: int, points: int) -> Any:
@@ -83,6 +93,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     def w8a8_linear(codes: Any, scale: Any, weight: Any, weight_scale: Any, bias: Any) -> Any:
         return linear(codes, scale, weight, weight_scale, bias)
 
+    def quantize_cache(k: Any, v: Any, kv_heads: int, head_dim: int, offsets: Sequence[int]) -> Any:
+        if any(offsets):
+            raise LoweringError(f"khtst::quantize_cache from columns {list(offsets)}; needed: an unfused program, from 0")
+        return cache(k, v, kv_heads=kv_heads, head_dim=head_dim)
+
     def rotation(x: Any, block: int, points: int) -> Any:
         return rotate(x, block=block, points=points)
 
@@ -90,6 +105,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {
         ops.quantize_rows.default: quantize_rows,
         ops.w8a8_linear.default: w8a8_linear,
+        ops.quantize_cache.default: quantize_cache,
         ops.rotate.default: rotation,
     }
 
@@ -127,7 +143,12 @@ class KhtstLowering:
 
     def run(self) -> Lowered:
         """Lower all khtst nodes. Raises LoweringError where a weight is computed rather than stored."""
-        handlers = {"QuantizeRows": self._quantize_rows, "W8A8Linear": self._w8a8_linear, "Rotate": self._rotate_node}
+        handlers = {
+            "QuantizeRows": self._quantize_rows,
+            "QuantizeCache": self._quantize_cache,
+            "W8A8Linear": self._w8a8_linear,
+            "Rotate": self._rotate_node,
+        }
         opaque = [node for node in self.graph if node.domain == DOMAIN]
         for node in opaque:
             self._at, self._prefix = node, str(node.outputs[0].name)
@@ -143,11 +164,7 @@ class KhtstLowering:
         t = self._rotate(t, _int(node, "block"), _int(node, "points"))
         scale, static = None, None
         if static_scale is None:
-            absmax = self._op("ReduceMax", self._op("Abs", t), self._ints(-1), keepdims=1)
-            a = self._op("Max", absmax, self._float(TINY))
-            inv, scale = self._op("Div", self._float(LEVELS), a), self._op("Div", a, self._float(LEVELS))
-            # |t| <= a, so the product rounds to at most 127 and needs no clamp.
-            scaled = self._op("Mul", t, inv)
+            scaled, scale = self._scaled(t)
         else:
             static = _stored(static_scale, "static scale").astype(np.float32).reshape(1)
             inv = self._constant("inv", (np.float32(1.0) / static).astype(np.float32))
@@ -161,6 +178,25 @@ class KhtstLowering:
         if self._read_elsewhere(node.outputs[1], 1):
             self._replace(node.outputs[1], self._full_scale(x, rows), but=1)
         self.done.quantizers += 1
+
+    def _scaled(self, t: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """t: (..., K) -> t * (127 / absmax) to be rounded, and absmax / 127, (..., 1)."""
+        absmax = self._op("ReduceMax", self._op("Abs", t), self._ints(-1), keepdims=1)
+        a = self._op("Max", absmax, self._float(TINY))
+        # |t| <= a, so the product rounds to at most 127 and needs no clamp.
+        return self._op("Mul", t, self._op("Div", self._float(LEVELS), a)), self._op("Div", a, self._float(LEVELS))
+
+    def _quantize_cache(self, node: ir.Node) -> None:
+        heads, width = _int(node, "kv_heads"), _int(node, "head_dim")
+        zero, scales = self._constant("zero", np.array(0, np.int8)), []
+        for at, t in enumerate(node.inputs):
+            assert t is not None
+            split = self._op("Reshape", t, self._ints(0, 0, heads, width))
+            scaled, scale = self._scaled(self._op("Transpose", split, perm=[1, 0, 2, 3]))
+            codes = self._op("QuantizeLinear", scaled, self._float(1.0), zero)
+            self._replace(node.outputs[at], self._op("Reshape", codes, self._ints(0, 0, heads * width)))
+            scales.append(self._op("Squeeze", scale, self._ints(-1)))
+        self._replace(node.outputs[2], self._op("Concat", *scales, axis=2))
 
     def _full_scale(self, x: ir.Value, rows: _Rows) -> ir.Value:
         """The scale output of `khtst::quantize_rows` as it is defined: x.shape[:-1]."""

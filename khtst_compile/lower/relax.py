@@ -35,7 +35,8 @@ INLINE_BYTES = 64  # constants up to this size stay in the module
 class Tap:
     """One value a kernel wrote. node: the fused graph's node; output: index in its result; site: where it is in the model.
 
-    kind: "codes" (int8 codes in the target's storage), "scale" or "float"; features: logical last axis (codes may be padded);
+    kind: "codes" (int8 codes in the target's storage), "cache" (int8 codes as they are), "scale" or "float"; features: logical last axis
+    (codes may be padded);
     act: the activation inside the operator, "none" where it has none.
     """
 
@@ -157,7 +158,7 @@ class _KernelCalls:
         operands = [importer.env[o] if isinstance(o, fx.Node) else self._weight(o) for o in call.operands]
         first = node.meta["val"]
         rank = (first[0] if isinstance(first, (tuple, list)) else first).dim()
-        lead = list(operands[0].ty.shape.values)[: rank - 1]
+        lead = list(operands[0].ty.shape.values)[: rank - 1][:: -1 if call.swapped else 1]
         infos = [relax.TensorType(lead if width is None else [*lead, width], dtype) for width, dtype in call.outputs]
         result = builder.emit(relax.call_tir(self._functions[call.key], operands, infos if len(infos) > 1 else infos[0]))
         values = [builder.emit(relax.TupleGetItem(result, i)) for i in range(len(infos))] if len(infos) > 1 else [result]
@@ -204,8 +205,8 @@ def _activation(node: fx.Node) -> str:
 
 def _tap(node: str, output: int, site: str, name: str, value: torch.Tensor) -> Tap:
     if value.dtype is torch.int8:
-        return Tap(node, output, site, name, "codes", int(value.shape[-1]))
-    kind = "scale" if name.endswith(("quantize", "quantize_rows")) and output > 0 else "float"
+        return Tap(node, output, site, name, "cache" if name == "quantize_cache" else "codes", int(value.shape[-1]))
+    kind = "scale" if name.endswith(("quantize", "quantize_rows", "quantize_cache")) and output > 0 else "float"
     return Tap(node, output, site, name, kind, int(value.shape[-1]) if kind == "float" else None)
 
 

@@ -40,6 +40,7 @@ FLOAT_BUDGETS = {
     "rotary": (-115.0, "one rounding less in each sum of two products; with a norm another order of float32 sums"),
     "attention": (-105.0, "exp as a polynomial, another order of float32 sums"),
     "attention_cached": (-105.0, "exp as a polynomial, another order of float32 sums"),
+    "attention_int8": (-105.0, "exp as a polynomial, another order of float32 sums"),
     "linear": (-105.0, "another order of float32 sums over the input features"),
 }
 # Operators that write floats and their codes -> where the arguments of quantize_rows after x begin.
@@ -88,14 +89,14 @@ def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen:
         return [Row(tap.site, what, f"shape {tuple(got.shape)} for {tuple(want.shape)}", float("inf"), 0.0, "shapes are equal")]
     operands = [x for x in arguments(_operator(node)) if isinstance(x, fx.Node)]
     own = all(x.name in known for x in operands)  # are all its inputs, to the bit, those its kernel read?
-    exact = own and tap.operator == "quantize_rows"
+    exact = own and tap.operator in ("quantize_rows", "quantize_cache")
     if tap.operator in _QUANTIZER_AT and tap.kind != "float":
         again = _quantize_again(node, seen)
         if again is not None:
             want, exact = again[tap.output - 1], True
     a, b = got.numpy(), want.numpy()
     slack = _activation_slack(node, seen)
-    if tap.kind == "codes":
+    if tap.kind in ("codes", "cache"):
         step = float(seen[_operator(node).name][-1].median()) if slack else 1.0
         return _judge_codes(tap, what, a, b, exact, NEAR_TIE_SHARE + 4 * slack / step)
     if tap.kind == "scale":

@@ -125,15 +125,18 @@ def _original(
     from khtst_compile.capture import capture
     from khtst_compile.capture.tasks import known_task
     from khtst_compile.lower.layers import layer_outputs
+    from khtst_compile.windows import decoded
 
     meta = folder.manifest["meta"]
     program = capture(str(reference), task=task or known_task(meta), shapes=meta.get("shapes"), seed=int(meta.get("seed", 0)))
+    tensors = {k: torch.from_numpy(v) for k, v in inputs.items()}
+    if "cache" in meta:
+        tensors = decoded(tensors)
     names = [s.name for s in program.inputs]
-    if sorted(names) != sorted(inputs):
+    if sorted(names) != sorted(tensors):
         raise UsageError(
             f"{reference} is not the original of {folder.path}: its inputs are {names}, the artifact's {sorted(inputs)}"
         )
-    tensors = {k: torch.from_numpy(v) for k, v in inputs.items()}
     outputs, layers = layer_outputs(program, tensors)
     compared = 0
     for tap, value in zip(folder.manifest.get("taps", []), taps, strict=bool(taps)):

@@ -87,14 +87,17 @@ def prim_func(spec: Attention) -> tirx.PrimFunc:
 
 
 def _arguments(spec: Attention, batch: Expr, queries: Expr, new: Expr, past: Expr) -> dict[str, Expr]:
-    shapes: dict[str, tuple[list[Expr], str]] = {
-        "q": ([batch, queries, T.int64(spec.q.row)], "float32"),
-        "k": ([batch, new, T.int64(spec.k.row)], "float32"),
-        "v": ([batch, new, T.int64(spec.v.row)], "float32"),
-    }
-    if spec.cached:
-        cache: list[Expr] = [past, batch, T.int64(spec.groups * spec.head_dim)]
-        shapes |= {"past_k": (cache, "float32"), "past_v": (cache, "float32")}
+    width, q = T.int64(spec.groups * spec.head_dim), ([batch, queries, T.int64(spec.q.row)], "float32")
+    shapes: dict[str, tuple[list[Expr], str]] = {"q": q}
+    if spec.codes:
+        for prefix, length in (("", new), ("past_", past)):
+            shapes |= {f"{prefix}{name}": ([length, batch, width], "int8") for name in ("k", "v")}
+            shapes[f"{prefix}scales"] = ([length, batch, T.int64(2 * spec.groups)], "float32")
+    else:
+        shapes["k"] = ([batch, new, T.int64(spec.k.row)], "float32")
+        shapes["v"] = ([batch, new, T.int64(spec.v.row)], "float32")
+        if spec.cached:
+            shapes |= {name: ([past, batch, width], "float32") for name in ("past_k", "past_v")}
     if spec.mask is not None:
         one = T.int64(1)
         dims = [

@@ -55,14 +55,42 @@ class Block:
 
 
 @dataclass
+class _Scales:
+    """Of a segment's keys: that of key 0 would lie at `base`, `row` floats before that of the next."""
+
+    buffer: Expr
+    base: Expr
+    row: Expr
+
+    def of(self, key: Expr, lanes: int) -> Expr:
+        """The scale of one key in all lanes."""
+        return T.Bind(splat(self.buffer[self.base + key * self.row], lanes))
+
+
+@dataclass
 class _Segment:
-    """Consecutive keys of a block that lie in one tensor: keys low..high of the block; key 0 would lie at `base`."""
+    """Consecutive keys of a block that lie in one tensor: keys low..high of the block; key 0 would lie at `base`.
+
+    scales:  of int8 codes; None where the tensor is float32.
+    """
 
     buffer: Expr
     base: Expr
     row: Expr
     low: Expr
     high: Expr
+    scales: _Scales | None = None
+
+    def read(self, at: Expr, scale: Expr | None, lanes: int = LANES) -> Expr:
+        """`lanes` features from index `at` as float32; scale: of their key, in as many lanes."""
+        value = T.Bind(self.buffer[span(at, lanes) if lanes > 1 else at])
+        if scale is None:
+            return value
+        return T.Bind(mul(T.cast(value, f"float32x{lanes}" if lanes > 1 else "float32"), scale))
+
+    def scale(self, key: Expr, lanes: int = LANES) -> Expr | None:
+        """The scale of one key in all lanes, where there are scales."""
+        return None if self.scales is None else self.scales.of(key, lanes)
 
 
 def _segments(spec: Attention, task: Task, block: Block, what: str) -> list[_Segment]:
@@ -73,13 +101,26 @@ def _segments(spec: Attention, task: Task, block: Block, what: str) -> list[_Seg
     parts = []
     if spec.cached:
         split = fixed(T.max(T.int64(0), T.min(block.count, task.past - block.start)))
-        row = fixed(task.batch * (spec.groups * spec.head_dim))
-        base = fixed(task.b * (spec.groups * spec.head_dim) + column + block.start * row)
-        parts.append(_Segment(task.flat[f"past_{what}"], base, row, T.int64(0), split))
+        parts.append(_kept(spec, task, what, "past_", block.start, T.int64(0), split))
+    if spec.codes:
+        parts.append(_kept(spec, task, what, "", block.start - task.past, split, block.count))
+        return parts
     length = task.keys - task.past
     base = fixed((task.b * length + block.start - task.past) * operand.row + column + operand.offset)
     parts.append(_Segment(task.flat[what], base, T.int64(operand.row), split, block.count))
     return parts
+
+
+def _kept(spec: Attention, task: Task, what: str, prefix: str, start: Expr, low: Expr, high: Expr) -> _Segment:
+    """Keys low..high of a block that begins at position `start` of a tensor (positions, batch, kv_heads * head_dim)."""
+    row = fixed(task.batch * (spec.groups * spec.head_dim))
+    base = fixed((task.b * spec.groups + task.kv_head) * spec.head_dim + start * row)
+    scales = None
+    if spec.codes:
+        step = fixed(task.batch * (2 * spec.groups))
+        head = task.b * (2 * spec.groups) + task.kv_head + (spec.groups if what == "v" else 0)
+        scales = _Scales(task.flat[f"{prefix}scales"], fixed(head + start * step), step)
+    return _Segment(task.flat[f"{prefix}{what}"], base, row, low, high, scales)
 
 
 def pack_keys(spec: Attention, task: Task, block: Block) -> None:
@@ -97,23 +138,28 @@ def _pack_keys(spec: Attention, packed: Expr, part: _Segment) -> None:
         return (key // LANES * d + column) * LANES + key % LANES
 
     begin = fixed(T.min(part.high, T.ceildiv(part.low, T.int64(_SIDE)) * _SIDE))
-    with T.serial(part.low, begin) as key, T.serial(T.int64(0), T.int64(d)) as column:
-        T.buffer_store(packed, part.buffer[part.base + key * part.row + column], [at(key, column)])
+    with T.serial(part.low, begin) as key:
+        scale = part.scale(key, 1)
+        with T.serial(T.int64(0), T.int64(d)) as column:
+            T.buffer_store(packed, part.read(part.base + key * part.row + column, scale, 1), [at(key, column)])
     end = T.Bind(T.ceildiv(part.high, T.int64(LANES)) * (LANES // _SIDE))
     with T.serial(T.ceildiv(begin, T.int64(_SIDE)), end) as square:
         key = T.Bind(square * _SIDE)
         last = T.Bind(part.high - 1)
-        rows = [fixed(part.base + T.min(key + i, last) * part.row) for i in range(_SIDE)]
+        keys = [fixed(T.min(key + i, last)) for i in range(_SIDE)]
+        rows = [fixed(part.base + k * part.row) for k in keys]
+        scales = [part.scale(k, _SIDE) for k in keys]
         if wide:
             to = fixed(at(key, T.int64(0)))
             with T.serial(T.int64(0), T.int64(wide // _SIDE)) as c:
-                vectors = [T.Bind(part.buffer[span(row + c * _SIDE, _SIDE)]) for row in rows]
+                vectors = [part.read(row + c * _SIDE, scale, _SIDE) for row, scale in zip(rows, scales, strict=True)]
                 for i, column in enumerate(_transpose(vectors)):
                     store(packed, column, to + (c * _SIDE + i) * LANES)
         if wide < d:
-            for i, row in enumerate(rows):
+            for i, (k, row) in enumerate(zip(keys, rows, strict=True)):
+                scale = part.scale(k, 1)
                 with T.serial(T.int64(wide), T.int64(d)) as column:
-                    T.buffer_store(packed, part.buffer[row + column], [at(key + i, column)])
+                    T.buffer_store(packed, part.read(row + column, scale, 1), [at(key + i, column)])
 
 
 def _transpose(rows: list[Expr]) -> list[Expr]:
@@ -135,18 +181,23 @@ def pack_values(spec: Attention, task: Task, block: Block) -> None:
     packed = task.values_packed
     for part in _segments(spec, task, block, "v"):
         with T.serial(part.low, part.high) as key:
-            start = T.Bind(part.base + key * part.row)
+            _pack_values(spec, packed, part, key)
 
-            def body(off: Expr, valid: int, start: Expr = start, key: Expr = key, part: _Segment = part) -> None:
-                to = T.Bind(off * spec.key_block + key * LANES)
-                if valid == LANES:
-                    store(packed, part.buffer[span(start + off)], to)
-                    return
-                store(packed, f32(0.0), to)
-                with T.serial(T.int64(0), T.int64(valid)) as i:
-                    T.buffer_store(packed, part.buffer[start + off + i], [to + i])
 
-            each_vector(spec.head_dim, body)
+def _pack_values(spec: Attention, packed: Expr, part: _Segment, key: Expr) -> None:
+    start, scale = T.Bind(part.base + key * part.row), part.scale(key)
+
+    def body(off: Expr, valid: int) -> None:
+        to = T.Bind(off * spec.key_block + key * LANES)
+        if valid == LANES:
+            store(packed, part.read(start + off, scale), to)
+            return
+        store(packed, f32(0.0), to)
+        alone = part.scale(key, 1)
+        with T.serial(T.int64(0), T.int64(valid)) as i:
+            T.buffer_store(packed, part.read(start + off + i, alone, 1), [to + i])
+
+    each_vector(spec.head_dim, body)
 
 
 def _mask_value(mask: Mask, value: Expr) -> Expr:

@@ -67,6 +67,10 @@ class Attention:
     q:  (b, q length, q.row), k and v: (b, k length, row) float32. The same tensor may be given three times.
     cached:  keys and values of earlier positions are given too, past_k and past_v (past length, b, kv_heads * head_dim) float32.
         They come before those of k and v; the mask is for all of them; query i of a causal kernel sees the keys up to past length + i.
+    codes:  with `cached`, all keys and values are int8 codes with a scale for each position and head. The kernel is then
+        attention(q, k, v, scales, past_k, past_v, past_scales, [mask]), k and v laid out as past_k and past_v are: (k length, b, kv_heads *
+        head_dim) int8, scales (k length, b, 2 * kv_heads) float32, of the keys' heads, then of the values'. The result has the bits of the
+        kernel without codes on code * scale, rounded to float32.
     heads, kv_heads:  query heads and key/value heads; kv_heads divides heads, query head h reads h // (heads / kv_heads).
     """
 
@@ -81,12 +85,15 @@ class Attention:
     mask: Mask | None = None
     causal: bool = False
     cached: bool = False
+    codes: bool = False
     name: str = "attention"
     parallel: bool = True
 
     def __post_init__(self) -> None:
         if min(self.heads, self.head_dim) < 1:
             raise LoweringError(f"{self.name}: {self.heads} heads of {self.head_dim} features; needed at least 1 of 1")
+        if self.codes and not self.cached:
+            raise LoweringError(f"{self.name}: codes without a cache; needed: a cache, of any length")
         if self.heads % self.groups:
             raise LoweringError(f"{self.name}: {self.kv_heads} key/value heads do not divide {self.heads} query heads")
         for what, operand, heads in (("q", self.q, self.heads), ("k", self.k, self.groups), ("v", self.v, self.groups)):

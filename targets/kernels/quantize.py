@@ -108,23 +108,28 @@ PER_ROW = Quantizer()
 """Dynamic, nothing before it."""
 
 
-def _track(peak: Expr, values: Expr) -> None:
+def track(peak: Expr, values: Expr) -> None:
     """Raise the running maxima of |value|; the comparison is false for a NaN, which therefore leaves them as they are."""
     store(peak, T.max(absolute(values), peak[span(0, lanes_of(values))]), 0)
 
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
-    """Store 16 codes of t * inv. In a dynamic row |t * inv| <= 127 holds by itself; a static one is clamped.
+    """Store 16 codes of t * inv."""
+    whole = rounded_codes(t, inv, static)
+    if isa.codes_offset:
+        whole = whole + i32(isa.codes_offset)
+    store(codes, T.cast(whole, f"{isa.codes_dtype}x16"), at)
+
+
+def rounded_codes(t: Expr, inv: Expr, static: bool = False) -> Expr:
+    """16 codes of t * inv as int32. In a dynamic row |t * inv| <= 127 holds by itself; a static one is clamped.
 
     The conversion turns NaN into the integer -2**31 (x86) or 0 (ARM): either way the narrow code is 0.
     """
     scaled = mul(t, inv)
     if static:
         scaled = T.Bind(at_most(at_least(scaled, f32(-LEVELS)), f32(LEVELS)))
-    whole = T.call_llvm_pure_intrin("int32x16", "llvm.lrint.v16i32.v16f32", scaled)
-    if isa.codes_offset:
-        whole = whole + i32(isa.codes_offset)
-    store(codes, T.cast(whole, f"{isa.codes_dtype}x16"), at)
+    return T.call_llvm_pure_intrin("int32x16", "llvm.lrint.v16i32.v16f32", scaled)
 
 
 @dataclass
@@ -187,7 +192,7 @@ class RowQuantizer:
 
         def visit(values: Expr) -> None:
             if not static:
-                _track(peak, values)
+                track(peak, values)
 
         def one(off: Expr, valid: int) -> None:
             value = source(off, valid, LANES)
@@ -294,6 +299,16 @@ def reference(
     static_scale: float = 1.0,
 ) -> tuple[npt.NDArray[np.generic], Floats]:
     """What the kernel computes from v = act(x), (..., K) float32: codes (..., round_up(K, 16)) as stored, scale (...)."""
+    code, scale = reference_codes(quantizer, v, inv_smooth, inv, static_scale)
+    stored = np.full((*v.shape[:-1], round_up(v.shape[-1])), isa.codes_offset, isa.codes_dtype)
+    stored[..., : v.shape[-1]] = (code + isa.codes_offset).astype(isa.codes_dtype)
+    return stored, scale
+
+
+def reference_codes(
+    quantizer: Quantizer, v: Floats, inv_smooth: Floats | None = None, inv: float = 1.0, static_scale: float = 1.0
+) -> tuple[npt.NDArray[np.int32], Floats]:
+    """v: (..., K) float32 -> codes (..., K) int32 in [-127, 127] and scale (...) float32."""
     with np.errstate(all="ignore"):
         t = v if inv_smooth is None else v * inv_smooth
         if quantizer.rotation is not None:
@@ -306,6 +321,4 @@ def reference(
             factor, scale = np.float32(LEVELS) / amax, amax / np.float32(LEVELS)
         scaled = t * factor[..., None]
         code = np.clip(np.rint(np.nan_to_num(scaled, nan=0.0, posinf=LEVELS, neginf=-LEVELS)), -LEVELS, LEVELS)
-    stored = np.full((*v.shape[:-1], round_up(v.shape[-1])), isa.codes_offset, isa.codes_dtype)
-    stored[..., : v.shape[-1]] = (code.astype(np.int32) + isa.codes_offset).astype(isa.codes_dtype)
-    return stored, scale
+    return code.astype(np.int32), scale

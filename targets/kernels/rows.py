@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
-from khtst_compile.targets.kernels.vec import LANES, Expr, f32, keep, lanes_of, shuffle2, small, span, splat, store
+from khtst_compile.targets.kernels.vec import LANES, Expr, dtype_of, f32, keep, lanes_of, shuffle2, small, span, splat, store
 
 PARALLEL_ELEMENTS = 16384
 """Below this many elements a parallel region (about 5 us) costs more than a second core saves."""
@@ -142,7 +142,7 @@ def save(buffer: Expr, value: Expr, start: Expr, valid: int = LANES) -> None:
     if valid == lanes_of(value):
         store(buffer, value, start)
         return
-    piece = small()
+    piece = small(dtype=dtype_of(value).partition("x")[0])
     store(piece, value, 0)
     with T.serial(T.int64(0), T.int64(valid)) as i:
         T.buffer_store(buffer, piece[i], [start + i])

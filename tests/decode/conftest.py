@@ -34,13 +34,16 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Made:
-    """model: transformers' own; folder: its files; fp32, w8a8: "library" artifacts; quantized: what the last was lowered from."""
+    """model: transformers' own; folder: its files; fp32, w8a8, int8: "library" artifacts, the last with an int8 cache; quantized,
+    int8_quantized: what the last two were lowered from."""
 
     model: Any
     folder: Path
     fp32: Path
     quantized: Path
     w8a8: Path
+    int8_quantized: Path
+    int8: Path
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -69,7 +72,10 @@ def make(kind: str, folder: Path) -> Made:
     kc.lower(folder / "fp32-q", folder / "fp32", target="x86-avx2")
     kc.quantize(folder / "model", folder / "q", calib=folder / "calib.json", recipe="smooth{alpha=0.5} | w8a8", max_length=16)
     kc.lower(folder / "q", folder / "w8a8", target="x86-avx2")
-    return Made(model, folder / "model", folder / "fp32", folder / "q", folder / "w8a8")
+    recipe = "smooth{alpha=0.5} | w8a8"
+    kc.quantize(folder / "model", folder / "q8", calib=folder / "calib.json", recipe=recipe, kv_cache="int8", max_length=16)
+    kc.lower(folder / "q8", folder / "int8", target="x86-avx2")
+    return Made(model, folder / "model", folder / "fp32", folder / "q", folder / "w8a8", folder / "q8", folder / "int8")
 
 
 @pytest.fixture(scope="session", params=["llama", "qwen3"])

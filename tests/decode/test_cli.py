@@ -33,6 +33,17 @@ def test_generate_refuses(made: Any, tmp_path: Path) -> None:
     assert "top_p is 2.0" in run_cli("generate", made.w8a8, "--prompt", "x", "--top-p", 2, code=2).stderr
 
 
+def test_an_int8_cache_is_asked_for(made: Any, tmp_path: Path) -> None:
+    asked = ("quantize", made.folder, "--recipe", "w8a8", "--kv-cache", "int8", "-o", tmp_path / "q", "--json", "-q")
+    assert "--calib" in run_cli(*asked, code=2).stdout
+    done = run_cli(*asked, "--calib", made.folder.parent / "calib.json", "--max-length", 16, "--limit", 4)
+    printed = json.loads(done.stdout)
+    assert printed["recipe"] == "w8a8 | kv_cache" and [p["changed"] for p in printed["passes"]] == [15, 2]
+    mlp = ("quantize", "tests.tiny:mlp", "--random", "--kv-cache", "int8", "-o", tmp_path / "mlp")
+    assert "keeps no keys and values" in run_cli(*mlp, code=3).stderr
+    run_cli("generate", made.int8, "--prompt", "some text", "--max-new-tokens", 3, "--ignore-end", "-q")
+
+
 def test_perplexity_prints_both(made: Any, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("some words to judge\nand some more of them\n")
     asked = ("perplexity", made.w8a8, "--data", tmp_path / "t.txt", "--reference", made.quantized, "--max-length", 10)

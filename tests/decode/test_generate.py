@@ -47,12 +47,11 @@ def test_quantized_tokens_are_those_of_torch_without_a_cache(made: Any, prompt: 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_prompt_in_pieces_gives_the_same_bits(made: Any, prompt: np.ndarray, threads: int) -> None:
-    for path in (made.fp32, made.w8a8):
+    for path in (made.fp32, made.w8a8, made.int8):
         art = kc.load(path, threads=threads)
-        widths = [int(s.shape[2]) for s in art.inputs[2:]]
-        whole = art.call([prompt, np.arange(9), *(np.zeros((0, 2, w), np.float32) for w in widths)])
+        whole = art.call([prompt, np.arange(9), *generation.Cache(art.inputs[2:], 2, 0).filled()])
         for cuts in ((4,), (1, 2, 8), tuple(range(1, 9))):
-            cache = generation.Cache(widths, 2, 9)
+            cache = generation.Cache(art.inputs[2:], 2, 9)
             logits = []
             for piece in np.split(prompt, cuts, axis=1):
                 got, *new = art.call([np.ascontiguousarray(piece), np.arange(piece.shape[1]), *cache.filled()])
