@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
 
+import khtst_compile as kc
 from khtst_compile.api import load_program
 from khtst_compile.artifact import read
+from khtst_compile.generate import Cache
 from khtst_compile.lower.fuse import fuse
 from khtst_compile.program import call_nodes
 
@@ -44,3 +47,16 @@ def test_the_cache_is_that_of_the_program(made: Any) -> None:
     got, want = fused.run(given), program.run(given)
     for name in ("new_key_0", "new_value_0"):  # of the first layer, where no code has been rounded differently yet
         torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-5)  # a few ulp of values up to 10
+
+
+def test_a_step_checks_no_cache_and_copies_new_rows_alone(made: Any) -> None:
+    art = kc.load(made.w8a8, threads=1)
+    cache, names = Cache(art, 1, 3), []
+    token, last = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    cache.advance(token, last)
+    art._engine._vm.set_instrument(lambda function, name, before, *rest: names.append(name) if before else None)
+    cache.advance(token, last)
+    counted = Counter(names)
+    # The two inputs are checked where buffers are sized and where they are used.
+    assert counted["copy_rows_float32"] == 4 and counted["vm.builtin.check_tensor_info"] == 4
+    assert "vm.builtin.alloc_storage" not in counted
