@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile.errors import UsageError
-from khtst_compile.layout import ALIGN
 from khtst_compile.sampling import Sampling
 from khtst_compile.tokens import Detokenizer
 
 if TYPE_CHECKING:
     from khtst_compile.runtime import Artifact
-    from khtst_compile.signature import TensorSpec
 
 Array = npt.NDArray[Any]
 Prompt = str | Sequence[int] | Array
@@ -53,33 +51,28 @@ class Step:
 
 
 class Cache:
-    """Keys and values of all layers, with their scales where they are int8. Positions are the leading axis of each buffer, (capacity,
-    batch, width), so that what is filled is contiguous and handed to the program without a copy.
+    """Keys and values of all layers for texts in progress, in memory that the program reads and writes in place.
 
-    kept: the program's inputs for it, in call order."""
+    length: positions filled so far, of `capacity`.
+    """
 
-    def __init__(self, kept: Sequence[TensorSpec], batch: int, capacity: int):
-        self.length = 0
-        self.buffers = [_aligned((capacity, batch, int(s.shape[2])), np.dtype(s.dtype)) for s in kept]
+    def __init__(self, artifact: Artifact, batch: int, capacity: int):
+        self.length, self.capacity = 0, capacity
+        self._artifact, self._memory = artifact, artifact.store_cache(batch, capacity)
 
-    def filled(self) -> list[Array]:
-        """Per buffer, (length, batch, width)."""
-        return [b[: self.length] for b in self.buffers]
+    def advance(self, ids: Array, logits_at: Array) -> Array:
+        """ids: (batch, new) int64, the tokens after those there are; logits_at: (rows,) int64, which of them to predict after.
 
-    def append(self, new: Sequence[Array]) -> None:
-        """new: per buffer, (seq, batch, width), of the positions after those there are."""
-        end = self.length + new[0].shape[0]
-        for buffer, rows in zip(self.buffers, new, strict=True):
-            buffer[self.length : end] = rows
+        Returns logits (batch, rows, vocabulary) float32. Raises UsageError where they do not fit.
+        """
+        end = self.length + ids.shape[1]
+        if end > self.capacity:
+            raise UsageError(
+                f"the cache holds {self.capacity} positions, {self.length} of them filled; {ids.shape[1]} more do not fit"
+            )
+        logits: Array = self._artifact.step(self._memory, self.length, [ids, logits_at])[0]
         self.length = end
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialized array at a multiple of ALIGN bytes, which kernels read in place."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
-    return raw[start : start + size].view(dtype).reshape(shape)
+        return logits
 
 
 class Generation(Iterator[Step]):
@@ -89,11 +82,11 @@ class Generation(Iterator[Step]):
     def __init__(
         self, artifact: Artifact, ids: Array, limit: int, sampling: Sampling, seed: int, ends: frozenset[int], writers: list[Any]
     ):
-        self._artifact, self._sampling, self._ends, self._writers = artifact, sampling, ends, writers
+        self._sampling, self._ends, self._writers = sampling, ends, writers
         self._ids, self._limit = ids, limit
         self._draws = [np.random.default_rng([seed, row]) for row in range(ids.shape[0])]
         self._open = np.ones(ids.shape[0], bool)
-        self._cache = Cache(artifact.inputs[2:], ids.shape[0], ids.shape[1] + limit)
+        self._cache = Cache(artifact, ids.shape[0], ids.shape[1] + limit)
         self.prompt_tokens, self.new_tokens = int(ids.shape[1]), 0
         self.prefill_s = self.decode_s = 0.0
 
@@ -127,9 +120,7 @@ class Generation(Iterator[Step]):
         rest = self._ids
         while True:
             piece, rest = rest[:, :PIECE], rest[:, PIECE:]
-            last = np.array([piece.shape[1] - 1])
-            logits, *new = self._artifact.call([np.ascontiguousarray(piece), last, *self._cache.filled()])
-            self._cache.append(new)
+            logits = self._cache.advance(piece, np.array([piece.shape[1] - 1]))
             if not rest.size:
                 return logits[:, 0]
 

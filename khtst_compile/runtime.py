@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,23 +95,41 @@ class Engine:
             raise ArtifactError(f"{library}: cannot be loaded ({error}); make the artifact again") from error
         self._sizes, self._reserve = self._vm["sizes"], self._vm["reserve"]
         self._tensors = [_tensor(tvm, a) for a in weights]
-        for name in ("main", "taps"):
-            self._vm.save_function(name, f"bound {name}", *self._tensors)
-        self._main, self._taps = self._vm["bound main"], self._vm["bound taps"]
+        self._main, self._taps = self._bound("main"), self._bound("taps")
         self._shapes: list[tuple[int, ...]] = []
         self._staged: list[Array | None] = []  # where kernels read small inputs; None for one that is read where it is
         self._inputs: list[Any] = []  # tensors on the same memory
-        self._held: tuple[int, ...] = ()  # bytes of each buffer
-        self._buffers: Any = None
+        self._room, self._step_room = _Room(self.store), _Room(self.store)
+        self._step: Any = None
+        self._step_sizes: Any = None
+        self._step_shapes: list[tuple[int, ...]] = []
+        self._step_inputs: list[tuple[Array, Any]] = []
+
+    def _bound(self, name: str) -> Any:
+        """A function of the library with its weights in place."""
+        try:
+            self._vm.save_function(name, f"bound {name}", *self._tensors)
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise ArtifactError(f"{self._library}: has no function {name!r}; lower again with this version") from error
+        return self._vm[f"bound {name}"]
+
+    def store(self, sizes: Sequence[int], what: str) -> Any:
+        """A storage of each of these sizes in bytes. Raises ResourceError where there is not that much memory; what: it is for."""
+        try:
+            return self._ffi.convert([self._reserve(self._ffi.Shape([n])) for n in sizes])
+        except (MemoryError, RuntimeError) as error:
+            raise ResourceError(
+                f"{what}: {sum(sizes) / 2**20:.0f} MiB needed, more than there is; run a smaller batch"
+            ) from error
 
     def call(self, function: str, arrays: list[Array]) -> list[Array]:
-        """Run `function` ("main" or "taps") and return what it returns."""
+        """Run `function` ("main" or "taps") on its inputs and return what it returns."""
         with self._lock:
             shapes = [a.shape for a in arrays]
             tensors = self._inputs if shapes == self._shapes else self._resize(shapes, arrays)
             inputs = [self._input(*each) for each in zip(arrays, self._staged, tensors, strict=True)]
             if function == "main":
-                results = workers.run(self._threads, lambda: self._main(self._buffers, *inputs))
+                results = workers.run(self._threads, lambda: self._main(self._room.buffers, *inputs))
             else:
                 results = workers.run(self._threads, lambda: self._taps(*inputs))
             return [np.array(np.from_dlpack(r)) for r in results]
@@ -127,20 +146,27 @@ class Engine:
         pairs = [(None, None) if a.nbytes > STAGED_BYTES else _staging(self._tvm, a) for a in arrays]
         self._staged, self._inputs = [p[0] for p in pairs], [p[1] for p in pairs]
         shaped = [_tensor(self._tvm, a) if t is None else t for a, t in zip(arrays, self._inputs, strict=True)]
-        needed = tuple(self._sizes(*shaped))
-        fits = len(needed) == len(self._held) and all(n <= h for n, h in zip(needed, self._held, strict=True))
-        if not fits or 2 * sum(needed) < sum(self._held):
-            self._held, self._buffers = (), None  # what was held goes before anything is added
-            try:
-                self._buffers = self._ffi.convert([self._reserve(self._ffi.Shape([n])) for n in needed])
-            except (MemoryError, RuntimeError) as error:
-                raise ResourceError(
-                    f"inputs of shapes {shapes}: intermediate values need {sum(needed) / 2**20:.0f} MiB, more than there is; "
-                    "run a smaller batch"
-                ) from error
-            self._held = needed
+        self._room.fit(tuple(self._sizes(*shaped)), shapes)
         self._shapes = shapes
         return shaped
+
+    def step(self, storages: Any, filled: int, arrays: list[Array]) -> list[Array]:
+        """Run `step` (lower/step.py): arrays are the inputs that `storages`, made by `store`, does not hold; so are the results.
+
+        Raises ArtifactError for a library without it.
+        """
+        with self._lock:
+            if self._step is None:
+                self._step, self._step_sizes = self._bound("step"), self._vm["sizes_step"]
+            shapes = [a.shape for a in arrays]
+            if shapes != self._step_shapes:
+                self._step_shapes, self._step_inputs = shapes, [_staging(self._tvm, a) for a in arrays]
+            for given, (staged, _) in zip(arrays, self._step_inputs, strict=True):
+                np.copyto(staged, given, casting="equiv")
+            inputs = [storages, *(tensor for _, tensor in self._step_inputs), self._ffi.Shape([filled])]
+            self._step_room.fit(tuple(self._step_sizes(*inputs)), shapes)
+            results = workers.run(self._threads, lambda: self._step(self._step_room.buffers, *inputs))
+            return [np.array(np.from_dlpack(r)) for r in results]
 
     def trace(self, arrays: list[Array], runs: int) -> list[Step]:
         """The kernels `main` calls in the order of execution, each with the median of its times over `runs` runs.
@@ -173,11 +199,30 @@ class Engine:
             inputs = [_tensor(self._tvm, a) for a in arrays]
             for _ in range(runs + 1):
                 seen.append([])
-                workers.run(self._threads, lambda: called(self._buffers, *inputs, *self._tensors))
+                workers.run(self._threads, lambda: called(self._room.buffers, *inputs, *self._tensors))
         if not seen[0]:
             raise EnvironmentProblem(f"{self._library}: its calls cannot be watched; lower again with this version")
         columns = zip(*seen[1:], strict=True)  # the first run only warms up
         return [replace(calls[0], seconds=statistics.median(c.seconds for c in calls)) for calls in columns]
+
+
+class _Room:
+    """Buffers for intermediate values: as large as a call needs, kept for the next, given back when that needs less than half.
+
+    held: bytes of each.
+    """
+
+    def __init__(self, store: Callable[[Sequence[int], str], Any]):
+        self._store = store
+        self.held: tuple[int, ...] = ()
+        self.buffers: Any = None
+
+    def fit(self, needed: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
+        """Have buffers of at least these sizes in bytes, for inputs of these shapes."""
+        fits = len(needed) == len(self.held) and all(n <= h for n, h in zip(needed, self.held, strict=True))
+        if not fits or 2 * sum(needed) < sum(self.held):
+            self.held, self.buffers = (), None  # what was held goes before anything is added
+            self.buffers, self.held = self._store(needed, f"inputs of shapes {shapes}, their intermediate values"), needed
 
 
 @dataclass(frozen=True)
@@ -252,6 +297,17 @@ class Artifact:
     def call(self, arrays: list[Array]) -> list[Array]:
         """As `run`, on arrays in the order of `inputs` and returning those of `outputs`, for callers that know them to fit: unchecked."""
         return self._engine.call("main", arrays)
+
+    def store_cache(self, batch: int, capacity: int) -> Any:
+        """Memory for the keys and values of `capacity` positions of `batch` texts, as `step` takes it."""
+        kept = [s for s in self.inputs if s.name.startswith("past_")]
+        rows = [math.prod(int(n) for n in s.shape[2:]) * np.dtype(s.dtype).itemsize for s in kept]
+        return self._engine.store([batch * capacity * row for row in rows], f"a cache of {capacity} positions of {batch} texts")
+
+    def step(self, cache: Any, filled: int, arrays: list[Array]) -> list[Array]:
+        """As `call`, on a cache of which so many positions are filled; those of the new tokens are written behind them. arrays: the
+        inputs that are no cache, whose outputs come back. Unchecked."""
+        return self._engine.step(cache, filled, arrays)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Go on with a text, one token at a time, as an iterator of `generate.Step` (its `text` is what the text grew by).

@@ -10,6 +10,7 @@ from tvm import relax
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.lower.plan import plan_memory, trust_weights
+from khtst_compile.lower.step import add_step
 from khtst_compile.targets.contract import Target
 
 
@@ -38,6 +39,7 @@ _TO_VM = (
     relax.transform.RemovePurityChecking,
     relax.transform.CallTIRRewrite,
     relax.transform.CanonicalizeBindings,
+    lambda: add_step,
     lambda: plan_memory,
     relax.transform.StaticPlanBlockMemory,
     relax.transform.LowerAllocTensor,

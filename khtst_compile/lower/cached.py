@@ -47,6 +47,29 @@ def fuse_cached_attention(rw: Rewriter) -> int:
     return count
 
 
+def cache_rows(rw: Rewriter) -> int:
+    """What goes into the cache, (batch, heads, new, d) as (new, batch, heads * d), is the projection or rotary with its first axes swapped.
+
+    Heads split and merged again would be copied once for each of the two.
+    """
+    count = 0
+    for rows in list(call_nodes(rw.graph, *_VIEWS)):
+        moved = arguments(rows)[0]
+        if (
+            not isinstance(moved, fx.Node)
+            or moved.target is not aten.permute.default
+            or list(arguments(moved)[1]) != [2, 0, 1, 3]
+        ):
+            continue
+        value, wanted = moved.meta["val"].shape, rows.meta["val"].shape
+        if not all(isinstance(n, int) for n in value[2:]) or tuple(wanted) != (*value[:2], value[2] * value[3]):
+            continue
+        flat = merged_heads(rw, arguments(moved)[0], rows)
+        rw.replace(rows, rw.call(aten.transpose.int, flat, 0, 1, before=rows))
+        count += 1
+    return count
+
+
 def _past_and_new(whole: Any) -> tuple[fx.Node, fx.Node] | None:
     """cat([past (T, b, h * d) as (b, h, T, d), new (b, h, s, d)], 2) -> (past, new); None for anything else."""
     if not isinstance(whole, fx.Node) or whole.target is not aten.cat.default or len(arguments(whole)) != 2:

@@ -13,14 +13,14 @@ import torch
 from torch import fx
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
-from khtst_compile.lower.cached import fuse_cached_attention
+from khtst_compile.lower.cached import cache_rows, fuse_cached_attention
 from khtst_compile.lower.embeddings import fuse_embeddings
 from khtst_compile.lower.gates import fuse_gates
 from khtst_compile.lower.heads import merged_heads, replace_merged, sdpa_arguments
 from khtst_compile.lower.kv_cache import fuse_int8_attention, read_projections
 from khtst_compile.lower.match import bound, served, sites
 from khtst_compile.lower.norms import written_norms
-from khtst_compile.lower.projections import mergeable, merged, offsets
+from khtst_compile.lower.projections import merge_projections, merge_rotaries
 from khtst_compile.lower.rotary import fuse_rotary, shared_heads
 from khtst_compile.lower.uniform import ELEMENTWISE, uniform_axes
 from khtst_compile.program import Program, Rewriter, arguments, call_nodes
@@ -71,25 +71,6 @@ def fuse_attention(rw: Rewriter) -> int:
             khtst.attention.default, *flat, mask, heads, kv_heads, head_dim, [0, 0, 0], scale, given["is_causal"], before=sdpa
         )
         replace_merged(rw, sdpa, new, (heads, head_dim))
-        count += 1
-    return count
-
-
-def merge_projections(rw: Rewriter) -> int:
-    """w8a8_linear nodes of the same codes that are read only where a column offset can be given become one."""
-    groups: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
-    for node in call_nodes(rw.graph, khtst.w8a8_linear.default):
-        if all(u.target in _OFFSETS for u in node.users):
-            groups.setdefault((node.args[0], node.args[1]), []).append(node)  # type: ignore[arg-type]
-    count = 0
-    for nodes in groups.values():
-        if not mergeable(rw, nodes):
-            continue
-        whole = merged(rw, nodes, before=nodes[0])
-        for node, offset in zip(nodes, offsets(nodes), strict=True):
-            for user in list(node.users):
-                _shift(user, node, whole, offset)
-            rw.graph.erase_node(node)
         count += 1
     return count
 
@@ -223,27 +204,6 @@ def _cut_operand(rw: Rewriter, operand: Any, axis: int, before: fx.Node) -> Any:
     return operand if rank + axis < 0 else _cut(rw, operand, rank + axis, before)
 
 
-def _shift(user: fx.Node, old: fx.Node, new: fx.Node, offset: int) -> None:
-    """Let an operator read `new` from column `offset` wherever it read `old`."""
-    args = list(user.args)
-    place = _OFFSETS[user.target]
-    starts = list(args[place])  # type: ignore[arg-type]
-    for i in range(len(starts)):
-        if args[i] is old:
-            args[i], starts[i] = new, starts[i] + offset
-    args[place] = starts
-    user.args = tuple(args)
-
-
-# Operators that read their first operands from a column on -> the argument that says from which, one number for each.
-_OFFSETS: dict[Any, int] = {
-    khtst.attention.default: 7,
-    khtst.attention_cached.default: 10,
-    khtst.attention_int8.default: 11,
-    khtst.quantize_cache.default: 4,
-    khtst.rotary.default: 7,
-}
-
 Rule = Callable[[Rewriter], int]
 RULES: dict[str, Rule] = {
     "written norms": written_norms,
@@ -251,9 +211,11 @@ RULES: dict[str, Rule] = {
     "cached attention": fuse_cached_attention,
     "int8 attention": fuse_int8_attention,
     "int8 cache": read_projections,
+    "cache rows": cache_rows,
     "shared heads": shared_heads,
     "attention": fuse_attention,
     "projections": merge_projections,
+    "rotary of one row": merge_rotaries,
     "gates": lambda rw: fuse_gates(rw, _ACTIVATION_NODES),
     "norms": fuse_norms,
     "embeddings": fuse_embeddings,

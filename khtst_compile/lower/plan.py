@@ -2,7 +2,7 @@
 
 A run then allocates nothing, and values of equal shape in the same buffer are one tensor, made once a run. `main` gets a first
 parameter, a tuple of storages; two functions beside it serve whoever calls it: `sizes` (inputs of main -> bytes of each buffer) and
-`reserve` (bytes -> one storage).
+`reserve` (bytes -> one storage). `step`, where there is one (see step.py), is treated alike, with `sizes_step`.
 """
 
 from __future__ import annotations
@@ -86,26 +86,37 @@ class _Sizes:
 
 
 def plan_memory(module: Any) -> Any:
-    """Plan `main` of a module after CallTIRRewrite and CanonicalizeBindings; what has no known size stays for TVM's planner."""
-    main = module["main"]
-    bindings = [b for block in main.body.blocks for b in block.bindings]
-    sizes = _Sizes({v for p in main.params for v in relax.analysis.definable_tir_vars_in_type(p.ty)})
-    buffers = _share(_values(bindings, main.body.body, sizes))
-    read = {v for e in (*(b.value for b in bindings), main.body.body) for v in relax.analysis.free_vars(e)}
-    scratch = relax.Var("scratch", relax.ObjectType())
-    body = _Rewrite(module, buffers, scratch, read).visit_expr(main.body)
-    planned = relax.Function([scratch, *main.params], body, main.ret_ty, main.is_pure).with_attrs(main.attrs)
+    """Plan `main` and `step` of a module after CallTIRRewrite and CanonicalizeBindings; what has no known size stays for TVM's planner."""
+    known = [gv.name_hint for gv, _ in module.functions_items()]
     module = tvm.IRModule(dict(module.functions_items()), attrs=module.attrs)
-    module["main"] = planned.with_attr(INPUTS, int(main.attrs[INPUTS]) + 1)
-    module["sizes"] = _sizes(main, [sizes.bytes(b.values[0]) for b in buffers])
+    for name, sizes in (("main", "sizes"), ("step", "sizes_step")):
+        if name in known:
+            module[name], module[sizes] = _planned(module, name, sizes)
     module["reserve"] = _reserve()
     return relax.transform.Normalize()(module)
+
+
+def _planned(module: Any, name: str, sizes_name: str) -> tuple[Any, Any]:
+    """The function of that name with its values in buffers, and the function that says how large they are."""
+    function = module[name]
+    bindings = [b for block in function.body.blocks for b in block.bindings]
+    sizes = _Sizes({v for p in function.params for v in relax.analysis.definable_tir_vars_in_type(p.ty)})
+    buffers = _share(_values(bindings, function.body.body, sizes))
+    read = {v for e in (*(b.value for b in bindings), function.body.body) for v in relax.analysis.free_vars(e)}
+    scratch = relax.Var("scratch", relax.ObjectType())
+    body = _Rewrite(module, buffers, scratch, read).visit_expr(function.body)
+    planned = relax.Function([scratch, *function.params], body, function.ret_ty, function.is_pure).with_attrs(function.attrs)
+    planned = planned.with_attr(INPUTS, int(function.attrs[INPUTS]) + 1)
+    return planned, _sizes(function, [sizes.bytes(b.values[0]) for b in buffers], sizes_name)
 
 
 def trust_weights(module: Any) -> Any:
     """Drop the checks of weights that VMShapeLower puts before every run: they are checked once, when a library is loaded."""
     module = tvm.IRModule(dict(module.functions_items()), attrs=module.attrs)
-    for name in ("main", "taps"):
+    known = [gv.name_hint for gv, _ in module.functions_items()]
+    for name in ("main", "taps", "step"):
+        if name not in known:
+            continue
         function = module[name]
         weights = set(function.params[int(function.attrs[INPUTS]) :])
         blocks = [
@@ -206,10 +217,10 @@ class _Rewrite(relax.PyExprMutator):  # type: ignore[misc]
         return self.shapes[-1][1]
 
 
-def _sizes(main: Any, sizes: list[Any]) -> Any:
-    inputs = main.params[: int(main.attrs[INPUTS])]
+def _sizes(planned: Any, sizes: list[Any], name: str) -> Any:
+    inputs = planned.params[: int(planned.attrs[INPUTS])]
     function = relax.Function(inputs, relax.SeqExpr([], relax.ShapeExpr(sizes)), relax.ShapeType(ndim=len(sizes)))
-    return relax.utils.copy_with_new_vars(function).with_attr("global_symbol", "sizes")
+    return relax.utils.copy_with_new_vars(function).with_attr("global_symbol", name)
 
 
 def _reserve() -> Any:

@@ -25,6 +25,7 @@ from khtst_compile.layout import Packed
 from khtst_compile.lower.fuse import fuse
 from khtst_compile.lower.importer import CONVERTERS, prepare
 from khtst_compile.lower.plan import INPUTS
+from khtst_compile.lower.step import CACHED, cached_pairs
 from khtst_compile.program import Program, Rewriter, arguments, site_of, source_line
 from khtst_compile.targets.contract import KernelCall, Target, array
 
@@ -110,7 +111,8 @@ def to_relax(graph: Graph, target: Target) -> Lowered:
         )
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(_explain(program, error)) from error
-    module, weights = lift_weights(_split_main(module, len(program.outputs)))
+    cached = cached_pairs([s.name for s in program.inputs], [s.name for s in program.outputs])
+    module, weights = lift_weights(_split_main(module, len(program.outputs), cached))
     return Lowered(module, [kernels.packed.get(_content(w), w) for w in weights], kernels.macs, tuple(kernels.calls))
 
 
@@ -222,8 +224,8 @@ def _with_taps(program: Program, taps: tuple[Tap, ...]) -> Any:
     return rw.exported(widened, ep.state_dict, ep.constants)
 
 
-def _split_main(module: Any, outputs: int) -> Any:
-    """`main` as imported becomes `taps`; a new `main` returns its first `outputs` results alone."""
+def _split_main(module: Any, outputs: int, cached: str) -> Any:
+    """`main` as imported becomes `taps`; a new `main` returns its first `outputs` results alone. cached: see step.py."""
     function = module["main"]
     block = function.body.blocks[-1]
     last = block.bindings[-1]
@@ -235,7 +237,7 @@ def _split_main(module: Any, outputs: int) -> Any:
     body = relax.SeqExpr(
         [*function.body.blocks[:-1], relax.DataflowBlock([*block.bindings[:-1], relax.VarBinding(variable, kept)])], variable
     )
-    main = relax.Function(function.params, body, result, function.is_pure).with_attrs(function.attrs)
+    main = relax.Function(function.params, body, result, function.is_pure).with_attrs(function.attrs).with_attr(CACHED, cached)
     taps = relax.utils.copy_with_new_vars(function)
     for name, made in (("taps", taps), ("main", main)):
         # With upper bounds the planner reserves memory for the largest batch and length at once: gigabytes for a batch of one.

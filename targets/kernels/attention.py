@@ -167,7 +167,7 @@ def _tile(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> No
         _powers(task, part, row, size, shrink)
         with T.If(last), T.Then():
             _inverses(task, row, size, inverse)
-        each_vector(spec.head_dim, lambda off, valid: _values(spec, task, part, row, size, shrink, inverse, last, off, valid))
+        _all_values(spec, task, part, row, size, shrink, inverse, last)
 
     if not spec.causal:
         body()
@@ -197,21 +197,24 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
     pitch = round_up(spec.head_dim)
     additive = spec.mask is not None and spec.mask.dtype == "float32"
 
-    def panel(j: Expr, diagonal: bool) -> None:
-        acc = [small() for _ in range(size)]
+    def panels(first: Expr, side: int, diagonal: bool) -> None:
+        js = [T.Bind(first + p) for p in range(side)] if side > 1 else [first]
+        acc = [[small() for _ in range(size)] for _ in js]
 
-        def bias(i: int) -> Expr:
-            at = i * block.pitch + j * LANES
-            return task.scores[span(at)] if spec.rows_differ else task.bias[span(j * LANES)]
+        def bias(i: int, j: Expr) -> Expr:
+            return task.scores[span(i * block.pitch + j * LANES)] if spec.rows_differ else task.bias[span(j * LANES)]
 
-        for i, a in enumerate(acc):
-            # 0 and -inf may as well be what the sum starts from; another bias is added to its result, rounded once.
-            store(a, f32(0.0) if additive else bias(i), 0)
+        for j, sums in zip(js, acc, strict=True):
+            for i, a in enumerate(sums):
+                # 0 and -inf may as well be what the sum starts from; another bias is added to its result, rounded once.
+                store(a, f32(0.0) if additive else bias(i, j), 0)
 
         def products(c: Expr) -> None:
-            key = T.Bind(task.keys_packed[span((j * spec.head_dim + c) * LANES)])
-            for i, a in enumerate(acc):
-                store(a, fma(splat(task.scaled[i * pitch + c]), key, a[span(0)]), 0)
+            keys = [T.Bind(task.keys_packed[span((j * spec.head_dim + c) * LANES)]) for j in js]
+            for i in range(size):
+                query = splat(task.scaled[i * pitch + c])
+                for key, sums in zip(keys, acc, strict=True):
+                    store(sums[i], fma(query, key, sums[i][span(0)]), 0)
 
         turns = spec.head_dim // _UNROLL
         with T.serial(T.int64(0), T.int64(turns)) as turn:
@@ -219,21 +222,28 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
                 products(turn * _UNROLL + u)
         for c in range(turns * _UNROLL, spec.head_dim):
             products(T.int64(c))
-        for i, a in enumerate(acc):
-            s = T.Bind(a[span(0)] + bias(i)) if additive else a[span(0)]
-            if diagonal:
-                position = T.cast(_seen(spec, task, row + i) - block.start - j * LANES, "int32")
-                s = T.Select(T.ramp(T.int32(0), 1, LANES) < splat(position), s, f32(-np.inf))
-            store(task.scores, s, i * block.pitch + j * LANES)
+        for j, sums in zip(js, acc, strict=True):
+            for i, a in enumerate(sums):
+                s = T.Bind(a[span(0)] + bias(i, j)) if additive else a[span(0)]
+                if diagonal:
+                    position = T.cast(_seen(spec, task, row + i) - block.start - j * LANES, "int32")
+                    s = T.Select(T.ramp(T.int32(0), 1, LANES) < splat(position), s, f32(-np.inf))
+                store(task.scores, s, i * block.pitch + j * LANES)
 
     whole = block.panels
     if spec.causal:  # panels that all rows see in full
         whole = fixed(T.max(T.int64(0), T.min(block.panels, (_seen(spec, task, row) - block.start) // LANES)))
-    with T.serial(T.int64(0), whole) as j:
-        panel(j, False)
+    done: Expr = T.int64(0)
+    if (side := spec.side(size)) > 1:
+        turns = fixed(whole // side)
+        with T.serial(T.int64(0), turns) as turn:
+            panels(turn * side, side, False)
+        done = fixed(turns * side)
+    with T.serial(done, whole) as j:
+        panels(j, 1, False)
     if spec.causal:
         with T.serial(whole, block.panels) as j:
-            panel(j, True)
+            panels(j, 1, True)
 
 
 def _powers(task: Task, block: Block, row: Expr, size: int, shrink: Expr) -> None:
@@ -283,6 +293,23 @@ def _inverses(task: Task, row: Expr, size: int, inverse: Expr) -> None:
     store(inverse, T.Select(T.EQ(total, f32(0.0)), f32(0.0), f32(1.0) / total), 0)
 
 
+def _all_values(spec: Attention, task: Task, block: Block, row: Expr, size: int, shrink: Expr, inverse: Expr, last: Expr) -> None:
+    """The result of `size` rows, as many vectors of columns at once as `side` says and the head has."""
+    full = spec.head_dim // LANES
+    side = next(n for n in range(spec.side(size), 0, -1) if full % n == 0)
+
+    def columns(offsets: list[Expr], valid: int) -> None:
+        _values(spec, task, block, row, size, shrink, inverse, last, offsets, valid)
+
+    if side == 1:
+        each_vector(spec.head_dim, lambda off, valid: columns([off], valid))
+        return
+    with T.serial(T.int64(0), T.int64(full // side)) as turn:
+        columns([T.Bind((turn * side + p) * LANES) for p in range(side)], LANES)
+    if spec.head_dim % LANES:
+        columns([T.int64(full * LANES)], spec.head_dim % LANES)
+
+
 def _values(
     spec: Attention,
     task: Task,
@@ -292,31 +319,35 @@ def _values(
     shrink: Expr,
     inverse: Expr,
     last: Expr,
-    off: Expr,
+    offsets: list[Expr],
     valid: int,
 ) -> None:
-    """16 columns of the result of `size` rows: what is there shrinks, the block's values are added; after the last block, divided."""
+    """16 columns from each offset of the result of `size` rows: what is there shrinks, the block's values are added; after the last
+    block, divided."""
     out = task.flat["out"]
-    acc = [small() for _ in range(size)]
+    acc = [[small() for _ in range(size)] for _ in offsets]
     places = []
     for i in range(size):
         r = T.Bind(task.first + row + i)
         line = (task.b * task.queries + r // spec.sharing) * (spec.heads * spec.head_dim)
-        places.append(fixed(line + _column(spec, task, r) + off))
+        places.append(fixed(line + _column(spec, task, r)))
+    each = [(places[i] + off, i, a) for off, sums in zip(offsets, acc, strict=True) for i, a in enumerate(sums)]
     with T.If(T.EQ(block.start, T.int64(0))):
         with T.Then():
-            for a in acc:
+            for _, _, a in each:
                 store(a, f32(0.0), 0)
         with T.Else():
-            for i, a in enumerate(acc):
-                store(a, mul(load(out, places[i], valid), splat(shrink[i])), 0)
-    panel = T.Bind(off * spec.key_block)
+            for place, i, a in each:
+                store(a, mul(load(out, place, valid), splat(shrink[i])), 0)
+    bases = [T.Bind(off * spec.key_block) for off in offsets]
     with T.serial(T.int64(0), block.count) as key:
-        value = T.Bind(task.values_packed[span(panel + key * LANES)])
-        for i, a in enumerate(acc):
-            store(a, fma(splat(task.scores[i * block.pitch + key]), value, a[span(0)]), 0)
+        values = [T.Bind(task.values_packed[span(base + key * LANES)]) for base in bases]
+        for i in range(size):
+            power = splat(task.scores[i * block.pitch + key])
+            for value, sums in zip(values, acc, strict=True):
+                store(sums[i], fma(power, value, sums[i][span(0)]), 0)
     with T.If(last), T.Then():
-        for i, a in enumerate(acc):
+        for _, i, a in each:
             store(a, a[span(0)] * splat(inverse[i]), 0)
-    for i, a in enumerate(acc):
-        save(out, a[span(0)], places[i], valid)
+    for place, _, a in each:
+        save(out, a[span(0)], place, valid)

@@ -35,7 +35,7 @@ class Tile:
     rows, vectors:  of the accumulators of a full tile; a panel of columns is `vectors` registers wide.
     unroll:         steps over k in one turn of the innermost loop.
     ahead:          bytes ahead in the packed weights that each step asks for; 0 for none.
-    ahead_few:      the same for a tile of one row, which uses weights up fastest (float32: for tiles that are not full).
+    ahead_few:      the same for a tile of one row and one panel, which uses weights up fastest (float32: for tiles that are not full).
     block:          most bytes of the left matrix in a block of rows, which all panels walk.
     panels_first:   tasks go through all panels of a block of rows, then the next block; else through all blocks of a panel.
     """
@@ -227,9 +227,10 @@ def for_tiles(rows: Expr, row_bytes: int, sink: Sink, tile: EmitTile, how: Tile,
 
 
 def _few_rows(count: int, group: int, sink: Sink, tile: EmitTile) -> None:
-    """All rows in one tile, `group` panels wide."""
-    with T.parallel(T.int64(0), T.int64(sink.panels.count // group)) as task:
-        panels = [opaque(task * group + g) for g in range(group)]
+    """All rows in one tile, `group` panels wide, from as many parts of the matrix: each is read from its start to its end."""
+    tasks = sink.panels.count // group
+    with T.parallel(T.int64(0), T.int64(tasks)) as task:
+        panels = [opaque(task + g * tasks) for g in range(group)]
         scratch = [sink.scratch(count) for _ in panels]
         tile(scratch, panels, T.int64(0), count)
         for panel, buffers in zip(panels, scratch, strict=True):

@@ -13,7 +13,7 @@ import khtst_compile as kc
 from khtst_compile import generate as generation
 from khtst_compile.api import load_program
 from khtst_compile.artifact import read
-from khtst_compile.errors import UsageError
+from khtst_compile.errors import ArtifactError, UsageError
 from khtst_compile.program import call_nodes
 from khtst_compile.windows import inputs
 
@@ -49,25 +49,40 @@ def test_quantized_tokens_are_those_of_torch_without_a_cache(made: Any, prompt: 
 def test_a_prompt_in_pieces_gives_the_same_bits(made: Any, prompt: np.ndarray, threads: int) -> None:
     for path in (made.fp32, made.w8a8, made.int8):
         art = kc.load(path, threads=threads)
-        whole = art.call([prompt, np.arange(9), *generation.Cache(art.inputs[2:], 2, 0).filled()])
+        empty = [np.zeros((0, 2, int(s.shape[2])), s.dtype) for s in art.inputs[2:]]
+        whole = art.call([prompt, np.arange(9), *empty])
         for cuts in ((4,), (1, 2, 8), tuple(range(1, 9))):
-            cache = generation.Cache(art.inputs[2:], 2, 9)
-            logits = []
+            cache, kept = generation.Cache(art, 2, 9), empty
+            logits, steps = [], []
             for piece in np.split(prompt, cuts, axis=1):
-                got, *new = art.call([np.ascontiguousarray(piece), np.arange(piece.shape[1]), *cache.filled()])
-                cache.append(new)
+                steps.append(cache.advance(piece, np.arange(piece.shape[1])))
+                got, *new = art.call([np.ascontiguousarray(piece), np.arange(piece.shape[1]), *kept])
                 logits.append(got)
+                kept = [np.concatenate(pair) for pair in zip(kept, new, strict=True)]
             np.testing.assert_array_equal(np.concatenate(logits, 1), whole[0])
-            for mine, wanted in zip(cache.filled(), whole[1:], strict=True):
+            np.testing.assert_array_equal(np.concatenate(steps, 1), whole[0])
+            for mine, wanted in zip(kept, whole[1:], strict=True):
                 np.testing.assert_array_equal(mine, wanted)
+            assert cache.length == 9
+            with pytest.raises(UsageError, match="holds 9 positions, 9 of them filled; 1 more"):
+                cache.advance(prompt[:, :1], np.arange(1))
+
+
+def test_texts_of_one_artifact_do_not_share_a_cache(made: Any, prompt: np.ndarray) -> None:
+    art = kc.load(made.w8a8, threads=1)
+    alone = [ids_of(art.generate(p, max_new_tokens=4, ignore_end=True)) for p in (prompt, prompt[:1, :5])]
+    both = [art.generate(p, max_new_tokens=4, ignore_end=True) for p in (prompt, prompt[:1, :5])]
+    steps = [[next(g).ids for g in both] for _ in range(4)]  # in turns
+    for place, want in enumerate(alone):
+        np.testing.assert_array_equal(np.stack([s[place] for s in steps], 1), want)
 
 
 def test_long_prompts_are_computed_in_pieces(made: Any, prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     art = kc.load(made.w8a8, threads=1)
     want = ids_of(art.generate(prompt, max_new_tokens=5, ignore_end=True))
     seen = []
-    call = art.call
-    monkeypatch.setattr(art, "call", lambda arrays: (seen.append(arrays[0].shape), call(arrays))[1])
+    step = art.step
+    monkeypatch.setattr(art, "step", lambda cache, n, arrays: (seen.append(arrays[0].shape), step(cache, n, arrays))[1])
     monkeypatch.setattr(generation, "PIECE", 4)
     np.testing.assert_array_equal(ids_of(art.generate(prompt, max_new_tokens=5, ignore_end=True)), want)
     assert seen == [(2, 4), (2, 4), (2, 1), *[(2, 1)] * 4]
@@ -157,3 +172,8 @@ def test_artifacts_that_cannot_are_refused(made: Any, tmp_path: Path) -> None:
         bare.generate("text")
     (step,) = bare.generate([1, 2], max_new_tokens=1)
     assert step.ids.shape == (1,) and step.text == ""
+
+
+def test_a_library_of_a_version_without_steps_is_refused(made: Any) -> None:
+    with pytest.raises(ArtifactError, match="has no function 'stride'; lower again"):
+        kc.load(made.w8a8)._engine._bound("stride")

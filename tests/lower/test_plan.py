@@ -43,7 +43,7 @@ def test_a_run_calls_kernels_and_little_else(fresh: Any, draw: Draw) -> None:
     counted = Counter(n for n in names if n.startswith("vm.builtin."))
     assert not {"vm.builtin.alloc_storage", "vm.builtin.copy"} & counted.keys()
     # Each buffer is fetched once and no weight is; the outputs are made a tuple and checked against their types.
-    assert counted["vm.builtin.tuple_getitem"] == len(fresh._engine._held) + len(fresh.outputs)
+    assert counted["vm.builtin.tuple_getitem"] == len(fresh._engine._room.held) + len(fresh.outputs)
     assert counted["vm.builtin.make_tuple"] == 1
     # A tensor is made once for each buffer and shape, so the second of two equal blocks finds all it needs: eight kernels follow at once.
     second = next(i for i, n in reversed(list(enumerate(names))) if n.startswith("attention"))
@@ -82,7 +82,7 @@ def test_shapes_may_grow_and_shrink_from_call_to_call(library: Path, fresh: Any,
 def test_memory_follows_the_calls(fresh: Any, draw: Draw) -> None:
     def held(batch: int, length: int) -> int:
         fresh.run(draw(batch, length))
-        return sum(fresh._engine._held)
+        return sum(fresh._engine._room.held)
 
     small, large = held(1, 8), held(16, 64)
     assert large > 64 * small  # 128 times as many rows, less what does not depend on them
