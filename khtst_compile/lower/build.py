@@ -11,6 +11,7 @@ from tvm import relax
 from khtst_compile.errors import LoweringError
 from khtst_compile.lower.plan import plan_memory, trust_weights
 from khtst_compile.targets.contract import Target
+from khtst_compile.targets.link import link
 
 
 def _view(builder: Any, call: Any) -> Any:
@@ -71,6 +72,6 @@ def build(module: Any, target: Target) -> Any:
             ) from error
 
 
-def export_library(executable: Any, path: Path) -> None:
-    """Link the executable into a shared library at `path`."""
-    executable.export_library(str(path))
+def export_library(executable: Any, path: Path, target: Target) -> None:
+    """Link the executable into a shared library at `path`. Raises EnvironmentProblem where there is no linker for the target."""
+    link(executable, path, str(target.tvm_target()["mtriple"]))
