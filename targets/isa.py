@@ -31,7 +31,6 @@ class Isa:
     dot:            how products are summed, a key of kernels/dot.py: "pairs" (vpmaddwd on sums of int16), "maddwd"
                     (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
                     "smmla" (ARM).
-    by_lane:        a float32 multiply-add can take one lane of a register for all lanes of a factor.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -45,7 +44,6 @@ class Isa:
     registers: int
     dot: str
     triple: str = "x86_64-linux-gnu"
-    by_lane: bool = False
     emulated: bool = False
 
     @property
@@ -73,7 +71,7 @@ AVX512VNNI = Isa("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "
 
 
 def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
-    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", by_lane=True)
+    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu")
 
 
 NEON = _arm("neon", ("+neon",), ("asimd",), "smull")

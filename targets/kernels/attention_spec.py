@@ -115,10 +115,16 @@ class Attention:
     def tiles(self) -> tuple[int, ...]:
         """Query rows of a tile, largest first.
 
-        6 rows x 16 floats fill 12 of the 16 AVX2 registers; 4 are what lengths like 16 and 64 leave over. On AVX512 8 rows are
-        enough to cover the latency of its two units.
+        6 rows x 16 floats fill 12 of the 16 AVX2 registers and 24 of the 32 of NEON; 4 are what lengths like 16 and 64 leave over. On
+        AVX512 8 rows are enough to cover the latency of its two units.
         """
-        return (8, 2, 1) if self.isa.registers >= 32 else (6, 4, 2, 1)
+        return (8, 2, 1) if self.isa.vector_bits == 512 else (6, 4, 2, 1)
+
+    @property
+    def unroll(self) -> int:
+        """Features a turn of the loop of scores: a loop of few turns is left without a mispredicted branch. On NEON more than one
+        feature's queries leave no register for the keys."""
+        return 1 if self.isa.vector_bits == 128 else 8
 
     @property
     def rows_differ(self) -> bool:
