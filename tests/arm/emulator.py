@@ -32,7 +32,7 @@ def lacking() -> str | None:
     """Why nothing can be run here, in one sentence; None where it can."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"{', '.join(missing)} not on the path; scripts/install-system.sh arm"
+        return f"{', '.join(missing)} not on the path; scripts/install-system.sh python3 arm"
     try:
         runtime()
     except subprocess.CalledProcessError as error:
@@ -123,6 +123,15 @@ def run_kernels(library: Path, calls: Sequence[Call], cpu: str, folder: Path, ru
         made.append([(path, *output) for path, output in zip(paths, call.outputs, strict=True)])
     job.run(cpu)
     return [[np.fromfile(path, dtype).reshape(shape) for path, shape, dtype in outputs] for outputs in made]
+
+
+def same_numbers(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal bit for bit where a number; NaN wherever the other is NaN: which NaN a processor makes is its own affair."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    missing = np.isnan(a) if a.dtype.kind == "f" else np.zeros(a.shape, bool)
+    there = np.isnan(b) if b.dtype.kind == "f" else missing
+    return bool(np.array_equal(missing, there)) and a[~missing].tobytes() == b[~there].tobytes()
 
 
 def program(folder: artifact.Folder, variant: str, inputs: Sequence[np.ndarray], job: Job) -> dict[str, Any]:
