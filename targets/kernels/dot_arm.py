@@ -97,9 +97,7 @@ class ArmDot(Dot):
         return one(old, T.Bind(T.reinterpret("int8x16", old)), T.Bind(weights[span(T.int64(0), REGISTER)]), emulated)
 
     def registers(self, rows: int, vectors: int) -> int:
-        if self.kind == "smull":
-            return rows * vectors * LANES
-        return (rows + rows % 2) * vectors if self.kind == "smmla" else rows * vectors
+        return rows * vectors * (LANES if self.kind == "smull" else 1)
 
     def check_rows(self, rows: int, name: str) -> None:
         super().check_rows(rows, name)

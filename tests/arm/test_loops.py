@@ -10,8 +10,9 @@ import pytest
 import tvm
 
 from khtst_compile.targets.isa import DOTPROD, I8MM, NEON, Isa
-from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8
+from khtst_compile.targets.kernels import attention, ceiling, gemm_f32, gemm_i8
 from khtst_compile.targets.kernels.attention import Attention, Mask, Operand
+from khtst_compile.targets.kernels.ceiling import STEPS, Ceiling
 from khtst_compile.targets.kernels.gemm_f32 import GemmF32
 from khtst_compile.targets.kernels.gemm_i8 import GemmI8
 from khtst_compile.targets.kernels.rows import Lead
@@ -72,6 +73,16 @@ def test_int8_loops(name: str, n: int, act: str, runner: Path) -> None:
     isa, instruction, wanted, least = INT8[name]
     spec = GemmI8(isa, n, 384, Lead(2), act, act == "none")
     check(hot_loops(assembly(gemm_i8.prim_func(spec), isa), instruction)[0], wanted, least)
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_ceilings_hold_the_multiply_adds_that_are_counted(name: str, runner: Path) -> None:
+    isa, instruction, _, _ = INT8[name]
+    for products, word in (("int8", instruction), ("float32", "fmla")):
+        spec = Ceiling(isa, products)
+        (loop,) = hot_loops(assembly(ceiling.prim_func(spec), isa), word)
+        turns = STEPS * macs(loop) / spec.macs  # of the written loop in one of the machine's
+        assert turns >= 1 and turns == int(turns)
 
 
 def test_float32_loop(runner: Path) -> None:

@@ -17,7 +17,6 @@ from khtst_compile.capture.factory import capture_module
 from khtst_compile.errors import EnvironmentProblem
 from khtst_compile.lower.digest import digest
 from khtst_compile.runtime import logical
-from khtst_compile.targets import link
 from tests.arm.emulator import CPUS, Job, program
 
 VARIANTS = ("arm-i8mm", "arm-dotprod", "arm-neon")
@@ -112,11 +111,11 @@ def test_what_an_artifact_says_and_refuses(text: Path) -> None:
     assert refused.value.exit_code == 4
 
 
-def test_a_missing_cross_compiler_is_named(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cross_compiler_is_named_at_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EnvironmentProblem, match=r"aarch64-linux-gnu-g\+\+.*apt-get install") as refused:
-        link.cross_compiler("aarch64-linux-gnu")
-    assert refused.value.exit_code == 4
+        kc.lower(text.parent / "q", tmp_path / "arm", target="arm-neon")
+    assert refused.value.exit_code == 4 and not (tmp_path / "arm").exists()
 
 
 def test_a_language_model_step_by_step(runner: Path, tmp_path: Path) -> None:
