@@ -31,6 +31,7 @@ class Isa:
     dot:            how products are summed, a key of kernels/dot.py: "pairs" (vpmaddwd on sums of int16), "maddwd"
                     (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
                     "smmla" (ARM).
+    options:        of LLVM itself, as its command line has them.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -44,6 +45,7 @@ class Isa:
     registers: int
     dot: str
     triple: str = "x86_64-linux-gnu"
+    options: tuple[str, ...] = ()
     emulated: bool = False
 
     @property
@@ -56,11 +58,13 @@ class Isa:
         target: dict[str, Any] = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.mcpu}
         if self.mattr:
             target["mattr"] = list(self.mattr)
+        if self.options:
+            target["cl-opt"] = list(self.options)
         return target
 
     def emulate(self) -> Isa:
         """The same kernels, built for plain AVX2."""
-        machine = {"triple": AVX2.triple, "mcpu": AVX2.mcpu, "mattr": AVX2.mattr, "cpu_flags": AVX2.cpu_flags}
+        machine = {"triple": AVX2.triple, "mcpu": AVX2.mcpu, "mattr": AVX2.mattr, "cpu_flags": AVX2.cpu_flags, "options": ()}
         return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)  # type: ignore[arg-type]
 
 
@@ -70,8 +74,13 @@ AVX512 = Isa("avx512", "x86-64-v4", (), _AVX512_FLAGS, "int16", 0, 512, 32, "mad
 AVX512VNNI = Isa("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "avx512_vnni"), "uint8", 128, 512, 32, "dpbusd")
 
 
+# On ARM, LLVM vectorizes the products of a sum apart from it and no longer fuses the two, as it does on x86. What kernels do is written
+# in vectors, and what has no kernel is vectorized by TVM.
+_ARM_OPTIONS = ("-vectorize-loops:bool=0", "-vectorize-slp:bool=0")
+
+
 def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
-    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu")
+    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS)
 
 
 NEON = _arm("neon", ("+neon",), ("asimd",), "smull")

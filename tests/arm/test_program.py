@@ -76,6 +76,29 @@ class Text(nn.Module):
         return nn.functional.normalize(mean, dim=-1) * 1.5 + mean.square().mean(-1, keepdim=True)
 
 
+class Plain(nn.Module):
+    """Operators that have no kernel, where one processor could fuse a product with a sum and another not."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        squares = x * x
+        return (
+            torch.linalg.vector_norm(x, dim=-1),
+            squares.sum(-1),
+            (x * x[:, :1]).sum(0) - squares.mean(0),
+            x * y - (x + 1.0) * (y - 2.0),  # either product could be the fused one
+            x.pow(2).mean(-1, keepdim=True) * x + squares,
+            x.tanh() * x - torch.nn.functional.softmax(x, -1),
+            x.std(-1),  # one function to TVM, with a sum of squares inside
+        )
+
+
+def test_operators_without_a_kernel(runner: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kc.quantize(capture_module(Plain(), (torch.randn(65, 100), torch.randn(65, 100))), tmp_path / "q", recipe="fp32", random=True)
+    kc.lower(tmp_path / "q", tmp_path / "arm", target="arm-neon")
+    check_golden(tmp_path / "arm", "arm-neon", tmp_path / "run", runner)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory, runner: Path) -> Path:
     """An artifact of `Text` for all ARM variants."""
