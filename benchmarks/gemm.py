@@ -20,7 +20,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from khtst_compile.targets.isa import ALL_ISAS, Isa
+from khtst_compile.targets.isa import X86_ISAS, Isa
 from khtst_compile.targets.kernels import ceiling, gemm_f32, gemm_i8
 from khtst_compile.targets.kernels.rows import Lead
 from khtst_compile.targets.single import Run, bind, compile_alone
@@ -94,7 +94,7 @@ def this_machine() -> Isa:
     """The best instruction set /proc/cpuinfo lists."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
-    return next(isa for isa in ALL_ISAS if flags.issuperset(isa.cpu_flags))
+    return next(isa for isa in X86_ISAS if flags.issuperset(isa.cpu_flags))
 
 
 def table(title: str, contenders: dict[str, Callable[[int, int, int], Run]], top: tuple[Run, float], rounds: int) -> None:
@@ -120,10 +120,10 @@ def table(title: str, contenders: dict[str, Callable[[int, int, int], Run]], top
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", choices=[i.name for i in ALL_ISAS])
+    parser.add_argument("--isa", choices=[i.name for i in X86_ISAS])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    isa = next((i for i in ALL_ISAS if i.name == args.isa), None) or this_machine()
+    isa = next((i for i in X86_ISAS if i.name == args.isa), None) or this_machine()
     int8: dict[str, Callable[[int, int, int], Run]] = {
         "ours": lambda *s: ours_i8(isa, *s),
         "ours + gelu": lambda *s: ours_i8(isa, *s, act="gelu"),

@@ -147,14 +147,15 @@ def lower(
 ) -> Result:
     """Compile a "quantized" artifact for a target and write a "library" artifact, having compared every kernel with torch.
 
-    target: a name of `khtst-compile targets`; "x86" is all its variants in one artifact. threads: how many are built at the same time, a
-    process each (default, and at most: the cores this process may use). Where the target cannot run on this machine, golden values come
-    from a variant that can: all give the same bits.
+    target: a name of `khtst-compile targets`; "x86" and "arm" are all their variants in one artifact. threads: how many are built at the
+    same time, a process each (default, and at most: the cores this process may use). Where the target cannot run on this machine, golden
+    values come from a variant that can: all give the same bits. Raises EnvironmentProblem where a cross compiler is needed and missing.
     tune: seconds to measure, on this machine, which tiles its matrix products are fastest with; results do not depend on it.
     tuned: a "library" artifact whose measurements are taken up; without it those of the artifact that is replaced at `output`.
     """
     from khtst_compile.lower.variants import HELPERS, Helpers
     from khtst_compile.targets import table
+    from khtst_compile.targets.link import cross_compiler
 
     if not isinstance(tune, (int, float)) or not 0 <= tune < float("inf"):
         raise UsageError(f"lower: tune is {tune!r} seconds; needed: 0 or more")
@@ -164,6 +165,8 @@ def lower(
     records = _measured(tuned, output)
     # First what runs here: the process that compares results builds it.
     order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
+    for wanted in order:
+        cross_compiler(str(wanted.tvm_target()["mtriple"]))  # refuses before minutes of work
     with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
         if tune:  # before anything else computes
             from khtst_compile.lower.relax import kernel_graph

@@ -163,7 +163,14 @@ def check_targets() -> list[Check]:
             Check(f"target {name}", OK if lacking is None else NOTE, shown + (f" (as {made.name})" if made.name != name else ""))
         )
     if all(c.status == NOTE for c in lines):
-        lines.append(Check("targets", BAD, "none can run here", "needed: an x86-64 CPU with AVX2 and FMA; building still works"))
+        lines.append(
+            Check(
+                "targets",
+                BAD,
+                "none can run here",
+                "needed: an x86-64 CPU with AVX2 and FMA, or 64-bit ARM; building still works",
+            )
+        )
     return lines
 
 

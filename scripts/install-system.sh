@@ -1,12 +1,18 @@
 #!/bin/sh
 # What pip cannot install: a C++ compiler (TVM links the libraries it builds with one) and Python's venv module, which Debian packs apart.
-# Does nothing where both are there. The argument is the Python to check.
+# Does nothing where both are there. The arguments are the Python to check and, for the ARM targets and their tests, "arm": a cross
+# compiler, an emulator and models of processors as well.
 set -eu
 python=${1:-python3}
 packages=""
 command -v "$python" > /dev/null || packages="$packages python3"
 command -v g++ > /dev/null || command -v clang++ > /dev/null || command -v gcc > /dev/null || packages="$packages g++"
 "$python" -c 'import ensurepip, venv' 2> /dev/null || packages="$packages python3-venv"
+if [ "${2:-}" = arm ]; then
+  command -v aarch64-linux-gnu-g++ > /dev/null || packages="$packages g++-aarch64-linux-gnu"
+  command -v qemu-aarch64 > /dev/null || packages="$packages qemu-user"
+  command -v llvm-mca-19 > /dev/null || packages="$packages llvm-19"
+fi
 [ -n "$packages" ] || exit 0
 root=""
 [ "$(id -u)" = 0 ] || root=sudo

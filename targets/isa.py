@@ -1,4 +1,4 @@
-"""The x86 instruction sets kernels are written for: compiler flags, CPU features needed, activation-code storage.
+"""The instruction sets kernels are written for: compiler flags, CPU features needed, activation-code storage.
 
 Everything a kernel generator has to know about a processor is in `Isa`; generators read its fields, never its name.
 `Isa.emulate()` keeps the structure of a kernel (tiles, packing, storage of codes) and replaces the instructions this
@@ -20,15 +20,18 @@ class Isa:
     """One instruction set.
 
     name:           how targets and tests call it.
+    triple:         LLVM's name of processor and system.
     mcpu, mattr:    LLVM baseline and extra features; never the name of a host CPU, so a build is the same anywhere.
-    cpu_flags:      features a machine needs, as /proc/cpuinfo spells them.
+    cpu_flags:      features a machine needs, as /proc/cpuinfo spells them (`flags`, or `Features` on ARM).
     codes_dtype:    storage of int8 activation codes: "int16" (widened once by the producer, for multiply-add of int16
-                    pairs) or "uint8" (code + 128, for the unsigned operand of vpdpbusd).
+                    pairs), "uint8" (code + 128, for the unsigned operand of vpdpbusd) or "int8" (as it is: ARM).
     codes_offset:   what storage adds to a code (0 or 128).
-    vector_bits:    width of a register, 256 or 512.
+    vector_bits:    width of a register: 128, 256 or 512.
     registers:      number of vector registers.
     dot:            how products are summed, a key of kernels/dot.py: "pairs" (vpmaddwd on sums of int16), "maddwd"
-                    (vpmaddwd + vpaddd on int16 pairs) or "dpbusd" (vpdpbusd on uint8 x int8 quadruples).
+                    (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
+                    "smmla" (ARM).
+    options:        of LLVM itself, as its command line has them.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -41,25 +44,28 @@ class Isa:
     vector_bits: int
     registers: int
     dot: str
+    triple: str = "x86_64-linux-gnu"
+    options: tuple[str, ...] = ()
     emulated: bool = False
 
     @property
     def lanes(self) -> int:
-        """32-bit lanes of one register: 8 or 16."""
+        """32-bit lanes of one register: 4, 8 or 16."""
         return self.vector_bits // 32
 
     def tvm_target(self) -> dict[str, Any]:
         """The target description given to `tvm.target.Target`."""
-        target: dict[str, Any] = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": self.mcpu}
+        target: dict[str, Any] = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.mcpu}
         if self.mattr:
             target["mattr"] = list(self.mattr)
+        if self.options:
+            target["cl-opt"] = list(self.options)
         return target
 
     def emulate(self) -> Isa:
         """The same kernels, built for plain AVX2."""
-        return replace(
-            self, name=f"{self.name}-emulated", mcpu=AVX2.mcpu, mattr=AVX2.mattr, cpu_flags=AVX2.cpu_flags, emulated=True
-        )
+        machine = {"triple": AVX2.triple, "mcpu": AVX2.mcpu, "mattr": AVX2.mattr, "cpu_flags": AVX2.cpu_flags, "options": ()}
+        return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)  # type: ignore[arg-type]
 
 
 AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "pairs")
@@ -67,5 +73,22 @@ AVXVNNI = Isa("avxvnni", "x86-64-v3", ("+avxvnni",), (*_AVX2_FLAGS, "avx_vnni"),
 AVX512 = Isa("avx512", "x86-64-v4", (), _AVX512_FLAGS, "int16", 0, 512, 32, "maddwd")
 AVX512VNNI = Isa("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "avx512_vnni"), "uint8", 128, 512, 32, "dpbusd")
 
-ALL_ISAS = (AVX512VNNI, AVX512, AVXVNNI, AVX2)
-"""Every instruction set, the fastest first."""
+
+# On ARM, LLVM vectorizes the products of a sum apart from it and no longer fuses the two, as it does on x86. What kernels do is written
+# in vectors, and what has no kernel is vectorized by TVM.
+_ARM_OPTIONS = ("-vectorize-loops:bool=0", "-vectorize-slp:bool=0")
+
+
+def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
+    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS)
+
+
+NEON = _arm("neon", ("+neon",), ("asimd",), "smull")
+DOTPROD = _arm("dotprod", ("+neon", "+dotprod"), ("asimd", "asimddp"), "sdot")
+I8MM = _arm("i8mm", ("+neon", "+dotprod", "+i8mm"), ("asimd", "asimddp", "i8mm"), "smmla")
+
+X86_ISAS = (AVX512VNNI, AVX512, AVXVNNI, AVX2)
+"""Those of x86-64, the fastest first."""
+ARM_ISAS = (I8MM, DOTPROD, NEON)
+"""Those of 64-bit ARM, the fastest first."""
+ALL_ISAS = (*X86_ISAS, *ARM_ISAS)

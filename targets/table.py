@@ -15,11 +15,18 @@ TARGETS: dict[str, tuple[str, str]] = {
     "x86-avx512": ("khtst_compile.targets.x86:AVX512", "AVX512 without VNNI (Skylake-X)"),
     "x86-avxvnni": ("khtst_compile.targets.x86:AVXVNNI", "AVX2 with AVX-VNNI (Alder Lake and later)"),
     "x86-avx2": ("khtst_compile.targets.x86:AVX2", "AVX2 and FMA (every x86-64-v3 machine)"),
+    "arm": ("khtst_compile.targets.arm_neon:best", "all arm variants in one artifact; the best one runs"),
+    "arm-i8mm": ("khtst_compile.targets.arm_neon:I8MM", "int8 matrix products (Neoverse V1, Cortex-A510 and later)"),
+    "arm-dotprod": ("khtst_compile.targets.arm_neon:DOTPROD", "dot products (Cortex-A55, A76, Neoverse N1 and later)"),
+    "arm-neon": ("khtst_compile.targets.arm_neon:NEON", "every 64-bit ARM"),
 }
 
 
 # name -> the targets an artifact for it holds, where they are several: the fastest first
-FAMILIES = {"x86": ("x86-avx512vnni", "x86-avx512", "x86-avxvnni", "x86-avx2")}
+FAMILIES = {
+    "x86": ("x86-avx512vnni", "x86-avx512", "x86-avxvnni", "x86-avx2"),
+    "arm": ("arm-i8mm", "arm-dotprod", "arm-neon"),
+}
 
 
 def variants(name: str) -> tuple[Target, ...]:

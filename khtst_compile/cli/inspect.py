@@ -55,7 +55,7 @@ def summary(found: dict[str, Any]) -> list[str]:
         "made by: " + ", ".join(f"{k} {made[k]}" for k in ("khtst_compile", "torch", "tvm") if k in made),
     ]
     for variant in target.get("variants", []):
-        shown.append(f"{variant['name']}: {variant['library']}, needs {', '.join(variant['cpu_flags']) or 'any x86'}")
+        shown.append(f"{variant['name']}: {variant['library']}, needs {', '.join(variant['cpu_flags']) or 'nothing more'}")
     if target:
         shown.append(f"kernels: {len(found['program'])} calls of {len(found['kernels'])}; --kernels lists them")
     for name in ("inputs", "outputs"):

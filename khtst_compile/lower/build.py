@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, te, tirx
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.lower.plan import plan_memory, trust_weights
 from khtst_compile.lower.step import add_step
 from khtst_compile.targets.contract import Target
+from khtst_compile.targets.link import link
 
 
 def _view(builder: Any, call: Any) -> Any:
@@ -19,8 +20,29 @@ def _view(builder: Any, call: Any) -> Any:
     return relax.op.call_pure_packed("vm.builtin.reshape", call.args[0], call.args[1], ty_args=[call.ty])
 
 
+def _product(builder: Any, call: Any) -> Any:
+    """A product of floats is rounded before anything is added to it: LLVM would fuse the two on one processor and not on another."""
+    product = call.op.get_attr("FLegalize")(builder, call)
+    if str(call.ty.dtype) not in ("float32", "float64"):
+        return product
+    return builder.call_te(_fence, builder.emit(product), primfunc_name_hint="round")
+
+
+def _fence(x: Any) -> Any:
+    name = f"llvm.arithmetic.fence.f{tvm.DataType(x.dtype).bits}"
+    return te.compute(x.shape, lambda *i: tirx.call_llvm_pure_intrin(x.dtype, name, x(*i)), name="round")
+
+
+def _power(builder: Any, call: Any) -> Any:
+    """A square is a product, and LLVM would make it one."""
+    exponent = getattr(call.args[1], "value", None)  # of a constant
+    if exponent is not None and exponent.numpy().size == 1 and exponent.numpy().item() == 2:
+        return _product(builder, builder.normalize(relax.op.multiply(call.args[0], call.args[0])))
+    return call.op.get_attr("FLegalize")(builder, call)
+
+
 def _legalize() -> Any:
-    return relax.transform.LegalizeOps({"relax.reshape": _view})
+    return relax.transform.LegalizeOps({"relax.reshape": _view, "relax.multiply": _product, "relax.power": _power})
 
 
 # What becomes fused TIR before scheduling; our kernels are opaque to all of it.
@@ -73,6 +95,6 @@ def build(module: Any, target: Target) -> Any:
             ) from error
 
 
-def export_library(executable: Any, path: Path) -> None:
-    """Link the executable into a shared library at `path`."""
-    executable.export_library(str(path))
+def export_library(executable: Any, path: Path, target: Target) -> None:
+    """Link the executable into a shared library at `path`. Raises EnvironmentProblem where there is no linker for the target."""
+    link(executable, path, str(target.tvm_target()["mtriple"]))

@@ -15,7 +15,7 @@ import torch
 from khtst_compile import artifact, cpu
 from khtst_compile.arrays import write_arrays
 from khtst_compile.checks import require_space
-from khtst_compile.errors import OverBudget
+from khtst_compile.errors import EnvironmentProblem, OverBudget
 from khtst_compile.lower.digest import digest
 from khtst_compile.lower.independent import independent_axis
 from khtst_compile.lower.relax import Graph, kernel_graph
@@ -119,11 +119,11 @@ def _golden_run(
 ) -> tuple[str, list[Array]]:
     """What `taps` returns on the golden inputs, codes as int8, from the fastest variant that runs here; all others that do must agree.
 
-    Where none runs here, one that does is built for it.
+    Where none runs here, one that does is built for it. Raises EnvironmentProblem where this machine runs no target at all.
     """
     runnable = [(t, d) for t, d in zip(targets, described, strict=True) if t.unavailable() is None]
     if not runnable:
-        stand_in = table.target("x86")
+        stand_in = _stand_in()
         arrays: dict[str, Array] = {}
         with tempfile.TemporaryDirectory() as temporary:
             built = build_variant(graph, stand_in, Path(temporary), arrays)
@@ -137,6 +137,16 @@ def _golden_run(
             if digest(a) != digest(b):
                 raise OverBudget(f"lower: {site}: {other.name} and {first.name} differ; needed: the same bits; please report it")
     return first.name, results
+
+
+def _stand_in() -> Target:
+    for family in table.FAMILIES:
+        if (found := table.target(family)).unavailable() is None:
+            return found
+    raise EnvironmentProblem(
+        "lower: golden values are computed here, and this CPU runs none of the targets; needed: one that `khtst-compile targets` shows as "
+        "running; lower on another machine"
+    )
 
 
 def _run(graph: Graph, variant: dict[str, Any], stored: list[Array], folder: Path, inputs: list[Array]) -> list[Array]:

@@ -71,7 +71,7 @@ def build_variant(graph: Graph, target: Target, folder: Path, arrays: dict[str, 
     started = time.perf_counter()
     target = target.tuned(tiles(records))
     lowered = to_relax(graph, target)
-    export_library(build(lowered.module, target), folder / library_name(target))
+    export_library(build(lowered.module, target), folder / library_name(target), target)
     weights = []
     for weight in lowered.weights:
         layout = weight.layout if isinstance(weight, Packed) else None

@@ -42,9 +42,6 @@ __all__ = ["Attention", "Mask", "Operand", "prim_func", "reference"]
 _ROWS = 256
 """Rows of one task: packing K and V again for the next ones costs little then."""
 
-_UNROLL = 8
-"""Features a turn of the loop of scores: a loop of few turns is left without a mispredicted branch."""
-
 
 @lru_cache(maxsize=32)  # layers of one shape share it
 def prim_func(spec: Attention) -> tirx.PrimFunc:
@@ -216,11 +213,11 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
                 for key, sums in zip(keys, acc, strict=True):
                     store(sums[i], fma(query, key, sums[i][span(0)]), 0)
 
-        turns = spec.head_dim // _UNROLL
+        turns = spec.head_dim // spec.unroll
         with T.serial(T.int64(0), T.int64(turns)) as turn:
-            for u in range(_UNROLL):
-                products(turn * _UNROLL + u)
-        for c in range(turns * _UNROLL, spec.head_dim):
+            for u in range(spec.unroll):
+                products(turn * spec.unroll + u)
+        for c in range(turns * spec.unroll, spec.head_dim):
             products(T.int64(c))
         for j, sums in zip(js, acc, strict=True):
             for i, a in enumerate(sums):

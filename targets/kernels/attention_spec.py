@@ -122,16 +122,23 @@ class Attention:
     def tiles(self) -> tuple[int, ...]:
         """Query rows of a tile, largest first.
 
-        6 rows x 16 floats fill 12 of the 16 AVX2 registers; 4 are what lengths like 16 and 64 leave over. On AVX512 8 rows are
-        enough to cover the latency of its two units. A step of a decoder has as many rows as query heads share a key/value head.
+        6 rows x 16 floats fill 12 of the 16 AVX2 registers and 24 of the 32 of NEON; 4 are what lengths like 16 and 64 leave over. On
+        AVX512 8 rows are enough to cover the latency of its two units. A step of a decoder has as many rows as query heads share a
+        key/value head.
         """
-        usual = (8, 2, 1) if self.isa.registers >= 32 else (6, 4, 2, 1)
+        usual = (8, 2, 1) if self.isa.vector_bits == 512 else (6, 4, 2, 1)
         return tuple(sorted({*usual, self.sharing}, reverse=True)) if self.cached and self.sharing < usual[0] else usual
 
     def side(self, rows: int) -> int:
         """Vectors of 16 columns that a tile of few rows takes at once in a decoder: 8 sums have to be under way to cover the latency of
         a multiply-add. With 32 registers LLVM hoists what it can of a tile and then keeps sums in memory, so there it stays one."""
         return min(4, -(-8 // (rows * (LANES // self.isa.lanes)))) if self.cached and self.isa.registers < 32 else 1
+
+    @property
+    def unroll(self) -> int:
+        """Features a turn of the loop of scores: a loop of few turns is left without a mispredicted branch. On NEON more than one
+        feature's queries leave no register for the keys."""
+        return 1 if self.isa.vector_bits == 128 else 8
 
     @property
     def rows_differ(self) -> bool:

@@ -44,14 +44,13 @@ class Ceiling:
     @property
     def macs(self) -> int:
         """Multiply-adds of one run, all threads together."""
-        return STEPS * CHAINS * self.isa.lanes * (self.dot.group if self.products == "int8" else 1) * self.threads
+        return STEPS * CHAINS * (self.dot.chain_macs if self.products == "int8" else self.isa.lanes) * self.threads
 
 
 def prim_func(spec: Ceiling) -> tirx.PrimFunc:
     """Arguments: out (threads * 12 * lanes,) int32 (float32 for that), read and written; weights (64,) int8."""
     lanes, dot = spec.isa.lanes, spec.dot
     dtype = "int32" if spec.products == "int8" else "float32"
-    operand = ("uint8" if dot.kind == "dpbusd" else "int16") + f"x{dot.group // dot.parts * lanes}"
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(spec.name)
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
@@ -62,15 +61,13 @@ def prim_func(spec: Ceiling) -> tirx.PrimFunc:
             acc = [small(lanes, dtype) for _ in range(CHAINS)]
             for i in range(CHAINS):
                 store(acc[i], out[span(first + i * lanes, lanes)], 0)
-            w, factor = dot.weights(weights, 0), T.Bind(out[span(first, lanes)])
+            factor = T.Bind(out[span(first, lanes)])
             with T.serial(0, STEPS):
                 for i in range(CHAINS):
                     old = T.Bind(acc[i][span(0, lanes)])
                     # The sum itself is the other operand, so that nothing can be hoisted or shared.
-                    if spec.products == "int8":
-                        value = dot.accumulate([old], [T.reinterpret(operand, old)] * dot.parts, [w], spec.isa.emulated)[0]
-                    else:
-                        value = fma(factor, old, factor)
+                    int8 = spec.products == "int8"
+                    value = dot.chain(old, weights, spec.isa.emulated) if int8 else fma(factor, old, factor)
                     store(acc[i], value, 0)
             for i in range(CHAINS):
                 store(out, acc[i][span(0, lanes)], first + i * lanes)

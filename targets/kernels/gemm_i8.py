@@ -27,10 +27,10 @@ from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
-from .dot import Dot, dot_of
+from .dot import Codes, Dot, dot_of
 from .rows import LEAD2, Arguments, Lead, round_up
 from .tiles import Panels, Sink, Tile, ask_ahead, for_tiles, panels_of
-from .vec import Expr, Floats, fma, fma_reference, i32, small, span, splat, store, to_float
+from .vec import Expr, Floats, fma, fma_reference, span, splat, to_float
 
 CODES_ALIGNMENT = 16
 """Codes are stored in rows of round_up(K, 16) elements."""
@@ -79,12 +79,14 @@ class GemmI8:
         if self.output == "acc" and (self.residual or self.act != "none"):
             raise LoweringError(f"{self.name}: output 'acc' has no activation or residual; use output 'float32'")
         activation(self.act)
-        self.how.check(self.isa, self.name, self.steps)
+        self.dot.check_rows(self.how.rows, self.name)
+        self.how.check(self.isa, self.name, self.steps, self.dot.registers(self.how.rows, self.how.vectors))
 
     @property
     def default_tile(self) -> Tile:
         """What is chosen where nothing was measured."""
-        panels, dot = panels_of(self.n, self.isa, self.dot.rows), self.dot
+        dot = self.dot
+        panels = panels_of(self.n, self.isa, dot.rows, most=dot.vectors)
         ahead = self.steps * panels.vectors * dot.bytes if dot.prefetch else 0
         return Tile(dot.rows, panels.vectors, dot.unroll, ahead, AHEAD_FEW if dot.prefetch else 0)
 
@@ -111,7 +113,7 @@ class GemmI8:
     @property
     def steps(self) -> int:
         """Steps over k. Weights beyond k are zero, so whatever codes hold there does not count."""
-        return (self.codes_width if self.dot.kind == "pairs" else round_up(self.k, self.dot.group)) // self.dot.group
+        return (self.codes_width if self.dot.whole_rows else round_up(self.k, self.dot.group)) // self.dot.group
 
     @property
     def codes_width(self) -> int:
@@ -152,10 +154,10 @@ def prim_func(spec: GemmI8) -> tirx.PrimFunc:
         dtype = "int32" if raw else "float32"
         sink = Sink(panels, flat["out"], dtype, spec.act, flat.get("residual"))
 
-        terms = dot.row_terms(flat["codes"], rows, args.dims, spec.codes_width)
+        codes = dot.prepare(flat["codes"], rows, args.dims, spec.codes_width)
 
         def tile(scratch: list[list[Expr]], side: list[Expr], first: Expr, count: int) -> None:
-            sums = _sums(spec, flat, terms, side, first, count)
+            sums = _sums(spec, flat, codes, side, first, count)
             for panel, buffers, acc in zip(side, scratch, sums, strict=True):
                 for (i, j), value in _values(spec, flat, acc, panel, first):
                     sink.put(buffers, panel, first, i, j, value)
@@ -174,51 +176,39 @@ def _values(
     column = T.Bind(panel * panels.width)
     for j in range(panels.vectors):
         if spec.output == "acc":
-            yield from (((i, j), acc[i][j][span(0, lanes)]) for i in range(count))
+            yield from (((i, j), acc[i][j]) for i in range(count))
             continue
         scale = T.Bind(flat["w_scale"][span(column + j * lanes, lanes)])
         bias = T.Bind(flat["bias"][span(column + j * lanes, lanes)])
         for i in range(count):
             both = T.Bind(splat(flat["a_scale"][first + i], lanes) * scale)
-            yield (i, j), fma(to_float(acc[i][j][span(0, lanes)]), both, bias)
+            yield (i, j), fma(to_float(acc[i][j]), both, bias)
 
 
-def _sums(
-    spec: GemmI8, flat: dict[str, Expr], terms: Expr | None, side: list[Expr], first: Expr, count: int
-) -> list[list[list[Expr]]]:
-    """Accumulate a tile over all of k, for panels side by side.
-
-    Returns acc[panel][row][vector], int32 sums in small buffers that LLVM keeps in registers.
-    """
+def _sums(spec: GemmI8, flat: dict[str, Expr], codes: Codes, side: list[Expr], first: Expr, count: int) -> list[list[list[Expr]]]:
+    """Accumulate a tile over all of k, for panels side by side: int32 vectors [panel][row][vector]."""
     panels, dot = spec.panels, spec.dot
-    lanes, vectors = panels.lanes, panels.vectors
-    acc = [[[small(lanes, "int32") for _ in range(vectors)] for _ in range(count)] for _ in side]
-    for panel, tile in zip(side, acc, strict=True):
-        for j in range(vectors):
-            start = i32(0, lanes)
-            if spec.needs_compensation:
-                start = T.Bind(flat["compensation"][span(panel * panels.width + j * lanes, lanes)])
-            for i in range(count):
-                store(tile[i][j], start if terms is None else start - splat(terms[first + i], lanes), 0)
-    size, unroll = vectors * dot.bytes, spec.how.unroll
+
+    def starts(panel: Expr) -> list[Expr | None]:
+        if not spec.needs_compensation:
+            return [None] * panels.vectors
+        column = panel * panels.width
+        return [T.Bind(flat["compensation"][span(column + j * panels.lanes, panels.lanes)]) for j in range(panels.vectors)]
+
+    sums = [dot.begin(codes, first, count, starts(panel), spec.isa.emulated) for panel in side]
+    size, unroll = panels.vectors * dot.bytes, spec.how.unroll
     bases = [T.Bind(panel * (spec.steps * size)) for panel in side]
     # Several streams are prefetched by themselves; asking, too, would cost a tenth.
     ahead = spec.how.ahead if count > 1 else spec.how.ahead_few if len(side) == 1 else 0
     ask = ask_ahead(flat["weights"], panels, side, size, spec.steps, 1, ahead)
     with T.serial(T.int64(0), T.int64(spec.steps // unroll)) as turn:
-        for u in range(unroll):
-            g = turn * unroll + u
+        for place in range(unroll):
+            step = turn * unroll + place
             if ask is not None:
-                ask(g)
-            packed = [T.Bind(base + g * size) for base in bases]
-            weights = [[dot.weights(flat["weights"], at + j * dot.bytes) for j in range(vectors)] for at in packed]
-            for i in range(count):
-                codes = dot.codes(flat["codes"], (first + i) * spec.codes_width + g * dot.group)
-                for tile, columns in zip(acc, weights, strict=True):
-                    sums = dot.accumulate([a[span(0, lanes)] for a in tile[i]], codes, columns, spec.isa.emulated)
-                    for a, value in zip(tile[i], sums, strict=True):
-                        store(a, value, 0)
-    return acc
+                ask(step)
+            for base, tile in zip(bases, sums, strict=True):
+                tile.step(turn, place, unroll, flat["weights"], T.Bind(base + step * size))
+    return [tile.result() for tile in sums]
 
 
 def pack(

@@ -48,9 +48,12 @@ class Tile:
     block: int = BLOCK_BYTES
     panels_first: bool = True
 
-    def check(self, isa: Isa, name: str, steps: int) -> None:
-        """Raise LoweringError for a tile that no register file holds, with sizes that mean nothing, or turns that do not divide `steps`."""
-        registers = self.rows * self.vectors
+    def check(self, isa: Isa, name: str, steps: int, registers: int | None = None) -> None:
+        """Raise LoweringError for a tile that no register file holds, with sizes that mean nothing, or turns that do not divide `steps`.
+
+        registers: that its sums fill, where that is not one for each row and vector.
+        """
+        registers = self.rows * self.vectors if registers is None else registers
         if min(self.rows, self.vectors, self.unroll, self.block) < 1 or min(self.ahead, self.ahead_few) < 0:
             raise LoweringError(f"{name}: {self}; needed: rows, vectors, unroll, block of at least 1, ahead of at least 0")
         if registers > isa.registers - 2:
@@ -93,15 +96,15 @@ class Panels:
         return self.count * self.width
 
 
-def panels_of(n: int, isa: Isa, rows: int = ROWS_MOST, vectors: int | None = None) -> Panels:
+def panels_of(n: int, isa: Isa, rows: int = ROWS_MOST, vectors: int | None = None, most: int = 0) -> Panels:
     """Cut n columns for an instruction set: few vectors of padding, and wide panels where the register file allows.
 
-    rows: rows of a full tile; vectors: of a panel, instead of that choice.
+    rows: rows of a full tile; vectors: of a panel, instead of that choice; most: vectors of a panel at most, 0 for what registers allow.
     """
     lanes = isa.lanes
     if vectors is not None:
         return Panels(n, lanes, vectors, rows)
-    most = 2 if isa.registers == 16 else 4
+    most = most or (2 if isa.registers == 16 else 4)
     needed = -(-n // lanes)
     # One row of a panel costs its vectors, padding included, and about one more for the broadcast.
     vectors = min(range(most, 0, -1), key=lambda v: -(-needed // v) * (v + 1))

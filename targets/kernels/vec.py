@@ -2,7 +2,7 @@
 
 Floats are handled 16 lanes at a time (LLVM splits a vector into the registers a machine has), horizontal reductions
 run a fixed tree over the 16 lanes, and fused multiply-add is always explicit. LLVM is free to contract `a * b + c` by
-itself, so a product that must be rounded before it is added goes through `mul`; then AVX2, AVX512 and later NEON give
+itself, so a product that must be rounded before it is added goes through `mul`; then AVX2, AVX512 and NEON give
 the same bits.
 """
 

@@ -55,7 +55,7 @@ def test_compiled_layer(tmp_path: Path) -> None:
     graph = kernel_graph(to_program(Named(model, list(example)), example, axes, meta))
     assert [t.operator for t in graph.taps] == ["linear", "attention_cached", "linear"]
     lowered = to_relax(graph, target("x86"))
-    export_library(build(lowered.module, target("x86")), tmp_path / "library.so")
+    export_library(build(lowered.module, target("x86")), tmp_path / "library.so", target("x86"))
     weights = [np.array(w.packed if isinstance(w, Packed) else w) for w in lowered.weights]
     engine = Engine(tmp_path / "library.so", weights, 1)
     for sizes in ((1, 1, 0), (2, 3, 5), (1, 1, 40), (3, 7, 0)):

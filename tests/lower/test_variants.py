@@ -18,8 +18,9 @@ from khtst_compile.lower.relax import Graph, Lowered, kernel_graph, to_relax
 from khtst_compile.lower.variants import Helpers
 from khtst_compile.runtime import WEIGHTS, Engine, choose, logical
 from khtst_compile.targets import table
-from khtst_compile.targets.isa import ALL_ISAS, AVX2, Isa
-from khtst_compile.targets.x86 import VARIANTS, X86
+from khtst_compile.targets.cpu_target import CpuTarget
+from khtst_compile.targets.isa import AVX2, X86_ISAS, Isa
+from khtst_compile.targets.x86 import VARIANTS
 
 Draw = Callable[..., dict[str, np.ndarray]]
 
@@ -36,9 +37,9 @@ def arguments(lowered: Lowered) -> list[np.ndarray]:
 
 def values(graph: Graph, isa: Isa, folder: Path, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     """All outputs and taps of the program built for one instruction set."""
-    target = X86(isa.name, isa)
+    target = CpuTarget(isa.name, isa)
     lowered = to_relax(graph, target)
-    export_library(build(lowered.module, target), folder / "model.so")
+    export_library(build(lowered.module, target), folder / "model.so", target)
     results = Engine(folder / "model.so", arguments(lowered), 2).call("taps", [inputs[s.name] for s in graph.program.inputs])
     count = len(graph.program.outputs)
     taps = zip(graph.taps, results[count:], strict=True)
@@ -51,7 +52,7 @@ def avx2(graph: Graph, tmp_path_factory: pytest.TempPathFactory, draw: Draw) -> 
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("isa", [i for i in ALL_ISAS if i is not AVX2], ids=lambda i: i.name)
+@pytest.mark.parametrize("isa", [i for i in X86_ISAS if i is not AVX2], ids=lambda i: i.name)
 def test_every_instruction_set_gives_the_same_bits(
     graph: Graph, isa: Isa, avx2: list[np.ndarray], tmp_path: Path, draw: Draw
 ) -> None:
@@ -87,7 +88,7 @@ def test_one_artifact_holds_all_and_stores_weights_once(quantized: Path, library
 
 
 @pytest.mark.parametrize("target", VARIANTS, ids=lambda t: t.name)
-def test_every_variant_gets_its_own_packing(graph: Graph, library: Path, target: X86) -> None:
+def test_every_variant_gets_its_own_packing(graph: Graph, library: Path, target: CpuTarget) -> None:
     folder = artifact.read(library)
     variant = next(v for v in folder.manifest["target"]["variants"] if v["name"] == target.name)
     got = artifact.arrange(artifact.map_weights(folder.file(WEIGHTS), folder.manifest["weights"]), variant)
@@ -95,7 +96,7 @@ def test_every_variant_gets_its_own_packing(graph: Graph, library: Path, target:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("isa", ALL_ISAS, ids=lambda i: i.name)
+@pytest.mark.parametrize("isa", X86_ISAS, ids=lambda i: i.name)
 def test_the_variant_is_chosen_by_features(library: Path, isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "flags", lambda: frozenset(isa.cpu_flags))
     assert choose(artifact.read(library))["isa"] == isa.name

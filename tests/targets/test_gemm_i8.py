@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from khtst_compile.errors import LoweringError
-from khtst_compile.targets.isa import ALL_ISAS, AVX2, AVX512, AVX512VNNI, AVXVNNI, Isa
+from khtst_compile.targets.isa import ARM_ISAS, AVX2, AVX512, AVX512VNNI, AVXVNNI, I8MM, X86_ISAS, Isa
 from khtst_compile.targets.kernels.act import ACTIVATIONS
 from khtst_compile.targets.kernels.gemm_i8 import GemmI8, pack, reference, store_codes
 from khtst_compile.targets.kernels.rows import Lead
@@ -201,7 +201,7 @@ def test_assembly(isa: Isa, instruction: str, n: int, act: str) -> None:
     assert len(re.findall(r"call\w*\t.*TVMBackendAllocWorkspace", text)) <= (1 if spec.dot.kind == "pairs" else 0)
 
 
-@pytest.mark.parametrize("isa", ALL_ISAS, ids=isa_id)
+@pytest.mark.parametrize("isa", X86_ISAS, ids=isa_id)
 def test_emulation_keeps_layout(isa: Isa) -> None:
     real, emulated = GemmI8(isa, 100, 50), GemmI8(isa.emulate(), 100, 50)
     _, weights, _, w_scale, bias, _ = codes_and_weights(1, 100, 50)
@@ -239,3 +239,18 @@ def test_pack_refuses_what_does_not_fit() -> None:
         pack(spec, np.zeros((6, 4), np.int8), np.ones(4, np.float32))
     with pytest.raises(LoweringError, match="-128"):
         pack(spec, np.full((4, 6), -128, np.int8), np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize("isa", ARM_ISAS, ids=isa_id)
+def test_arm_instructions_mean_what_is_written_beside_them(isa: Isa) -> None:
+    # One size: without its instructions this code is slow to compile. tests/arm runs the instructions themselves.
+    m, n, k = 3, 9, 33
+    codes, weights, a_scale, *rest = codes_and_weights(m, n, k)
+    codes[0], weights[0] = 127, -127
+    spec = GemmI8(isa.emulate(), n, k, Lead(1), output="acc")
+    assert (call(spec, codes, weights, a_scale, *rest) == exact(codes, weights)).all()
+
+
+def test_pairs_of_rows_are_even() -> None:
+    with pytest.raises(LoweringError, match="even number"):
+        GemmI8(I8MM, 8, 16, tile=Tile(3, 1))

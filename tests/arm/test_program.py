@@ -1,0 +1,189 @@
+"""Whole programs for ARM under emulation: the bits that x86 gives."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import khtst_compile as kc
+from khtst_compile import artifact
+from khtst_compile.capture.factory import capture_module
+from khtst_compile.errors import EnvironmentProblem
+from khtst_compile.lower.digest import digest
+from khtst_compile.runtime import logical
+from tests.arm.emulator import CPUS, Job, program
+
+VARIANTS = ("arm-i8mm", "arm-dotprod", "arm-neon")
+
+
+def cpu_of(variant: str) -> str:
+    return CPUS[variant.removeprefix("arm-")]
+
+
+def run(folder: Path, variant: str, inputs: Sequence[np.ndarray], place: Path, runner: Path) -> tuple[Path, Path]:
+    """Run `taps` and `main`; returns what the files of their results begin with."""
+    job = Job(place, runner)
+    ids = " ".join(map(str, program(artifact.read(folder, kind="library"), variant, inputs, job)["ids"]))
+    job.lines += [f"vm taps {place / 'tap'} {ids}", f"main {place / 'result'} {len(inputs)} {ids}"]
+    job.run(cpu_of(variant))
+    return place / "tap", place / "result"
+
+
+def check_golden(path: Path, variant: str, place: Path, runner: Path) -> None:
+    """On the golden inputs, every kernel's value has the hash and every output the bits that the artifact says."""
+    folder = artifact.read(path, kind="library")
+    golden = folder.arrays(artifact.GOLDEN)
+    inputs = [golden[f"in/{entry['name']}"] for entry in folder.manifest["inputs"]]
+    taps, results = run(path, variant, inputs, place, runner)
+    names = [entry["name"] for entry in folder.manifest["outputs"]]
+    for number, name in enumerate(names):
+        want = golden[f"lowered/{name}"].tobytes()
+        assert Path(f"{results}{number}").read_bytes() == want, f"{variant}: output {name}"
+        assert Path(f"{taps}{number}").read_bytes() == want, f"{variant}: output {name} of taps"
+    for number, tap in enumerate(folder.manifest["taps"], len(names)):
+        assert tap_digest(f"{taps}{number}", tap, inputs[0].shape) == tap["sha256"], f"{variant}: {tap['site']}"
+
+
+def tap_digest(path: str, tap: dict[str, object], lead: tuple[int, ...]) -> str:
+    kind, features = str(tap["kind"]), tap["features"]
+    raw = np.fromfile(path, np.int8 if kind == "codes" else np.float32)
+    count = raw.size // int(np.prod(lead)) if features is not None else 1
+    shaped = raw.reshape(*lead, count) if features is not None else raw.reshape(lead)
+    return digest(logical(kind, features, shaped, 0))  # type: ignore[arg-type]
+
+
+class Text(nn.Module):
+    """Ids in, one vector a text out, through attention, a norm, GELU and operators that have no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(50, 40), nn.LayerNorm(40)
+        self.qkv, self.out, self.up, self.down = nn.Linear(40, 120), nn.Linear(40, 40), nn.Linear(40, 72), nn.Linear(72, 40)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        q, k, v = (t.unflatten(-1, (2, 20)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = self.norm(x + self.out(y))
+        x = x + self.down(nn.functional.gelu(self.up(x)))
+        mean = (x * (ids > 5)[..., None]).sum(1) / (ids > 5).sum(1, keepdim=True).clamp(min=1)
+        return nn.functional.normalize(mean, dim=-1) * 1.5 + mean.square().mean(-1, keepdim=True)
+
+
+class Plain(nn.Module):
+    """Operators that have no kernel, where one processor could fuse a product with a sum and another not."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        squares = x * x
+        return (
+            torch.linalg.vector_norm(x, dim=-1),
+            squares.sum(-1),
+            (x * x[:, :1]).sum(0) - squares.mean(0),
+            x * y - (x + 1.0) * (y - 2.0),  # either product could be the fused one
+            x.pow(2).mean(-1, keepdim=True) * x + squares,
+            x.tanh() * x - torch.nn.functional.softmax(x, -1),
+            x.std(-1),  # one function to TVM, with a sum of squares inside
+        )
+
+
+def test_operators_without_a_kernel(runner: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kc.quantize(capture_module(Plain(), (torch.randn(65, 100), torch.randn(65, 100))), tmp_path / "q", recipe="fp32", random=True)
+    kc.lower(tmp_path / "q", tmp_path / "arm", target="arm-neon")
+    check_golden(tmp_path / "arm", "arm-neon", tmp_path / "run", runner)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory, runner: Path) -> Path:
+    """An artifact of `Text` for all ARM variants."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("text")
+    source = capture_module(Text().eval(), (torch.randint(0, 50, (3, 11)),))
+    kc.quantize(source, folder / "q", random=True, recipe="smooth{alpha=0.5} | w8a8")
+    kc.lower(folder / "q", folder / "arm", target="arm")
+    return folder / "arm"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_program_has_the_bits_of_x86(text: Path, variant: str, runner: Path, tmp_path: Path) -> None:
+    check_golden(text, variant, tmp_path, runner)
+
+
+def test_libraries_need_nothing_of_libm(text: Path) -> None:
+    for variant in artifact.read(text, kind="library").manifest["target"]["variants"]:
+        command = ["aarch64-linux-gnu-nm", "-D", "--undefined-only", str(text / variant["library"])]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        needed = {line.split()[-1].partition("@")[0] for line in listed.splitlines() if " U " in line}
+        own = {name for name in needed if name.startswith("TVM")}
+        assert needed - own <= {"memset", "memcpy", "memmove"}, needed
+
+
+def test_what_an_artifact_says_and_refuses(text: Path) -> None:
+    target = kc.inspect(text)["target"]
+    assert [v["name"] for v in target["variants"]] == list(VARIANTS)
+    assert [v["cpu_flags"] for v in target["variants"]] == [["asimd", "asimddp", "i8mm"], ["asimd", "asimddp"], ["asimd"]]
+    assert {(v["codes_dtype"], v["codes_offset"], v["triple"]) for v in target["variants"]} == {("int8", 0, "aarch64-linux-gnu")}
+    with pytest.raises(EnvironmentProblem, match="asimd") as refused:
+        kc.load(text)
+    assert refused.value.exit_code == 4
+
+
+def test_a_missing_cross_compiler_is_named_at_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentProblem, match=r"aarch64-linux-gnu-g\+\+.*apt-get install") as refused:
+        kc.lower(text.parent / "q", tmp_path / "arm", target="arm-neon")
+    assert refused.value.exit_code == 4 and not (tmp_path / "arm").exists()
+
+
+def test_a_language_model_step_by_step(runner: Path, tmp_path: Path) -> None:
+    """A prompt and eight steps with what x86 has cached: all logits and all new keys and values."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
+    config = transformers.LlamaConfig(**sizes, vocab_size=258, max_position_embeddings=64)
+    transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(tmp_path / "model", safe_serialization=True)
+    kc.quantize(tmp_path / "model", tmp_path / "q", random=True, recipe="smooth{alpha=0.5} | w8a8", limit=4, max_length=16)
+    kc.lower(tmp_path / "q", tmp_path / "x86", target="x86-avx2")
+    kc.lower(tmp_path / "q", tmp_path / "arm", target="arm-dotprod")
+    loaded, job = kc.load(tmp_path / "x86", threads=1), Job(tmp_path / "job", runner)
+    names, rng = [s.name for s in loaded.inputs], np.random.default_rng(0)
+    cache = {n: np.zeros((0, 2, 16), np.float32) for n in names if n.startswith("past_")}
+    given, wants = None, []
+    for step in range(9):
+        fresh = rng.integers(0, 258, (2, 7 if step == 0 else 1))
+        inputs = {"input_ids": fresh, "logits_at": np.array([fresh.shape[1] - 1]), **cache}
+        wants.append(loaded.run(inputs))
+        arrays = [inputs[n] for n in names]
+        if given is None:
+            given = program(artifact.read(tmp_path / "arm", kind="library"), "arm-dotprod", arrays, job)["ids"]
+            ids = given
+        else:
+            ids = [*(job.tensor(a) for a in arrays), *given[len(arrays) :]]
+        job.lines.append(f"main {tmp_path}/step{step}_ {len(arrays)} {' '.join(map(str, ids))}")
+        cache = {n: np.concatenate([old, wants[-1][n.replace("past_", "new_")]]) for n, old in cache.items()}
+    job.run(cpu_of("arm-dotprod"))
+    for step, outputs in enumerate(wants):
+        for number, spec in enumerate(loaded.outputs):
+            got = (tmp_path / f"step{step}_{number}").read_bytes()
+            assert got == outputs[spec.name].tobytes(), f"step {step}: {spec.name}"
+
+
+def test_minilm_has_the_bits_of_x86(minilm: Path, runner: Path, tmp_path: Path) -> None:
+    kc.quantize(
+        minilm, tmp_path / "q", random=True, recipe="smooth{alpha=0.5} | rotate{block=128} | w8a8", limit=4, max_length=16
+    )
+    kc.lower(tmp_path / "q", tmp_path / "arm", target="arm")
+    for variant in VARIANTS:
+        check_golden(tmp_path / "arm", variant, tmp_path / variant, runner)
