@@ -56,6 +56,7 @@ class Dot(ABC):
     prefetch:     by default each step asks for the same step of the next panel. With 4 rows a panel that was not in the cache is used
                   up before hardware prefetching has followed: 9 % at 16 rows, 3 % at 128 (x86).
     vectors:      most vectors of a default panel; 0: what `panels_of` chooses.
+    streams:      panels a single row walks side by side, each an equal part of the matrix from the next.
     whole_rows:   steps cover stored rows of codes with what fills them up, and not k alone: turns then come out even.
     """
 
@@ -68,6 +69,7 @@ class Dot(ABC):
     prefetch: bool = False
     vectors: int = 0
     whole_rows: bool = False
+    streams: int = 1
 
     @property
     def bytes(self) -> int:

@@ -155,9 +155,15 @@ class _X86Sums(Sums):
         return [[a[span(0, self._dot.lanes)] for a in row] for row in self._acc]
 
 
+# All a single row does is read weights. Hardware prefetching gets 1.2 to 1.25 times the bytes from four places that it gets from one; six
+# are no faster.
+_STREAMS = 4
+
 DOTS = {
-    ("pairs", 256): X86Dot("pairs", 8, 4, 4, "llvm.x86.avx2.pmadd.wd", 2, prefetch=True, whole_rows=True, parts=2, baseline=True),
-    ("maddwd", 512): X86Dot("maddwd", 16, 2, 6, "llvm.x86.avx512.pmaddw.d.512"),
-    ("dpbusd", 256): X86Dot("dpbusd", 8, 4, 6, "llvm.x86.avx512.vpdpbusd.256"),
-    ("dpbusd", 512): X86Dot("dpbusd", 16, 4, 6, "llvm.x86.avx512.vpdpbusd.512"),
+    ("pairs", 256): X86Dot(
+        "pairs", 8, 4, 4, "llvm.x86.avx2.pmadd.wd", 2, prefetch=True, whole_rows=True, streams=_STREAMS, parts=2, baseline=True
+    ),
+    ("maddwd", 512): X86Dot("maddwd", 16, 2, 6, "llvm.x86.avx512.pmaddw.d.512", streams=_STREAMS),
+    ("dpbusd", 256): X86Dot("dpbusd", 8, 4, 6, "llvm.x86.avx512.vpdpbusd.256", streams=_STREAMS),
+    ("dpbusd", 512): X86Dot("dpbusd", 16, 4, 6, "llvm.x86.avx512.vpdpbusd.512", streams=_STREAMS),
 }

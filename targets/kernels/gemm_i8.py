@@ -37,9 +37,6 @@ CODES_ALIGNMENT = 16
 LIMIT = 127
 """Largest magnitude of a code and of a weight."""
 
-STREAMS = 4
-"""Panels a single row walks side by side, each a quarter of the matrix from the next. All it does is read weights, and hardware
-prefetching gets 1.2 to 1.25 times the bytes from four places that it gets from one; six are no faster."""
 AHEAD_FEW = 1024
 """Bytes ahead that a row left over asks for: 12 to 15 % faster than the next panel, which is far at a wide k, from L3 and from memory."""
 
@@ -103,7 +100,7 @@ class GemmI8:
     @property
     def groups(self) -> tuple[int, ...]:
         """Panels side by side for matrices of 1, 2, .. rows: only of one row, as more keep the registers full on one panel."""
-        return (STREAMS,)
+        return (self.dot.streams,)
 
     @property
     def dot(self) -> Dot:

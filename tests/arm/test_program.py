@@ -141,7 +141,8 @@ def test_a_missing_cross_compiler_is_named_at_once(text: Path, tmp_path: Path, m
     assert refused.value.exit_code == 4 and not (tmp_path / "arm").exists()
 
 
-def test_a_language_model_step_by_step(runner: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["float32", "int8"])
+def test_a_language_model_step_by_step(kept: str, runner: Path, tmp_path: Path) -> None:
     """A prompt and eight steps with what x86 has cached: all logits and all new keys and values."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -154,12 +155,13 @@ def test_a_language_model_step_by_step(runner: Path, tmp_path: Path) -> None:
     }
     config = transformers.LlamaConfig(**sizes, vocab_size=258, max_position_embeddings=64)
     transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(tmp_path / "model", safe_serialization=True)
-    kc.quantize(tmp_path / "model", tmp_path / "q", random=True, recipe="smooth{alpha=0.5} | w8a8", limit=4, max_length=16)
+    how = {"recipe": "smooth{alpha=0.5} | w8a8", "kv_cache": kept, "limit": 4, "max_length": 16}
+    kc.quantize(tmp_path / "model", tmp_path / "q", random=True, **how)  # type: ignore[arg-type]
     kc.lower(tmp_path / "q", tmp_path / "x86", target="x86-avx2")
     kc.lower(tmp_path / "q", tmp_path / "arm", target="arm-dotprod")
     loaded, job = kc.load(tmp_path / "x86", threads=1), Job(tmp_path / "job", runner)
     names, rng = [s.name for s in loaded.inputs], np.random.default_rng(0)
-    cache = {n: np.zeros((0, 2, 16), np.float32) for n in names if n.startswith("past_")}
+    cache = {s.name: np.zeros((0, 2, int(s.shape[2])), s.dtype) for s in loaded.inputs if s.name.startswith("past_")}
     given, wants = None, []
     for step in range(9):
         fresh = rng.integers(0, 258, (2, 7 if step == 0 else 1))
