@@ -8,7 +8,7 @@
 
 enum { LAYOUT_MOST = 16 };
 
-/* "40x64 in 3x2x8x16x2x2 as 0x3x1x4x2x5": shape after padding, that split into blocks, the order of the blocks' axes in memory. */
+/* "40x64 in 5x8x64 as 0x2x1": shape after padding, that split into blocks, the order of the blocks' axes in memory. */
 typedef struct {
   int rank, parts;
   size_t padded[LAYOUT_MOST], blocks[LAYOUT_MOST], axes[LAYOUT_MOST];

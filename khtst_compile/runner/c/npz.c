@@ -231,6 +231,36 @@ static bool write_all(FILE* file, int count, const char* const* names, const kht
   return fwrite(entries, 1, (size_t)(at - entries), file) == (size_t)(at - entries) && fwrite(end, END, 1, file) == 1;
 }
 
+/* The file that `path` means, through links, in new memory; NULL (with an error) for what is there and no ordinary file. */
+static char* destination(const char* path, khtst_error* error) {
+  struct stat about;
+  if (!stat(path, &about) && !S_ISREG(about.st_mode)) {
+    fail(error, KHTST_USAGE, "%s cannot be written (it is no ordinary file); needed: a path for a new file, or of a file to replace", path);
+    return NULL;
+  }
+  char *real = realpath(path, NULL), *found = real ? real : strdup(path);
+  if (!found) out_of_memory(error, path);
+  return found;
+}
+
+/* Write beside `to`, then rename. */
+static khtst_status replace_file(const char* to, int count, const char* const* names, const khtst_tensor* tensors, uint8_t* entries, khtst_error* error) {
+  size_t length = strlen(to) + 32;
+  char* temporary = malloc(length);
+  if (!temporary) return out_of_memory(error, to);
+  snprintf(temporary, length, "%s.tmp-%ld", to, (long)getpid());
+  errno = 0;
+  FILE* file = fopen(temporary, "wb");
+  bool good = file && write_all(file, count, names, tensors, entries);
+  good = file && !fclose(file) && good && !rename(temporary, to);
+  int reason = errno;
+  if (file && !good) remove(temporary);
+  free(temporary);
+  if (good) return KHTST_OK;
+  return fail(error, reason == ENOSPC || reason == EDQUOT || reason == ENOMEM ? KHTST_RESOURCES : KHTST_USAGE,
+              "%s cannot be written (%s); free some space or choose another output", to, strerror(reason));
+}
+
 khtst_status npz_write(const char* path, int count, const char* const* names, const khtst_tensor* tensors, khtst_error* error) {
   size_t room = 0, size = 0;
   for (int i = 0; i < count; ++i) {
@@ -238,31 +268,11 @@ khtst_status npz_write(const char* path, int count, const char* const* names, co
     size += khtst_tensor_size(&tensors[i]) + strlen(names[i]) + 1024;
   }
   if (size + room >= IN_64 || count > 65534) return fail(error, KHTST_USAGE, "%s: results of 4 GiB and more cannot be written; run a smaller batch", path);
-  size_t length = strlen(path) + 32;
-  char* temporary = malloc(length);
+  char* to = destination(path, error);
+  if (!to) return error ? error->status : KHTST_USAGE;
   uint8_t* entries = malloc(room ? room : 1);
-  FILE* file = NULL;
-  if (!temporary || !entries) {
-    free(temporary);
-    free(entries);
-    return out_of_memory(error, path);
-  }
-  snprintf(temporary, length, "%s.tmp-%ld", path, (long)getpid());
-  khtst_status status = KHTST_OK;
-  errno = 0;
-  if (!(file = fopen(temporary, "wb"))) {
-    status = fail(error, KHTST_USAGE, "%s cannot be written (%s); choose another output", path, strerror(errno));
-  } else {
-    bool good = write_all(file, count, names, tensors, entries);
-    good = !fclose(file) && good;
-    if (!good || rename(temporary, path)) {
-      int reason = errno;
-      remove(temporary);
-      status = fail(error, reason == ENOSPC || reason == EDQUOT || reason == ENOMEM ? KHTST_RESOURCES : KHTST_USAGE,
-                    "%s cannot be written (%s); free some space or choose another output", path, strerror(reason));
-    }
-  }
-  free(temporary);
+  khtst_status status = entries ? replace_file(to, count, names, tensors, entries, error) : out_of_memory(error, path);
   free(entries);
+  free(to);
   return status;
 }

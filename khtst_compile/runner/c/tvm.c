@@ -168,7 +168,7 @@ int usable_cores(void) {
 
 /* TVM's pool of the calling thread: mode -2 ties one thread to each of `count` cores, -3 lets all run on any of them. */
 static khtst_status configure(const tvm_runtime* tvm, int mode, int threads, const cpu_set_t* cores, int count, khtst_error* error) {
-  char names[CPU_SETSIZE][8];
+  char names[CPU_SETSIZE][12];
   TVMFFIAny words[CPU_SETSIZE], list, result;
   int found = 0;
   for (int core = 0; core < CPU_SETSIZE && found < count; ++core) {
