@@ -35,16 +35,20 @@ class Emitter:
     runtime: Runtime
 
     def write(self, folder: Path, variants: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Write FOLDER in `folder`, an artifact being made; variants: those of its manifest. Returns the manifest's entry about it."""
+        """Write FOLDER in `folder`, an artifact being made, and take out of its libraries what only a debugger reads.
+
+        variants: those of its manifest. Returns the manifest's entry about the runner.
+        """
         require_space(folder, NEEDED_BYTES, "a runner")
         made = folder / FOLDER
         write_sources(made, self.runtime)
-        for name in LIBRARIES:
-            _strip(made / "lib" / name, self.platform)
+        shipped = [made / "lib" / name for name in LIBRARIES]
+        for library in (*shipped, *(folder / v["library"] for v in variants)):
+            _strip(library, self.platform)
         build(made, self.compiler)
-        needs = glibc_of([made / PROGRAM, *(made / "lib" / name for name in LIBRARIES)])
-        size = sum(p.stat().st_size for p in made.rglob("*") if p.is_file())
+        needs = glibc_of([made / PROGRAM, *shipped])
         _describe(made, self.platform, variants, needs)
+        size = sum(p.stat().st_size for p in made.rglob("*") if p.is_file())
         return {"platform": self.platform.name, "glibc": needs, "bytes": size}
 
 
