@@ -86,10 +86,14 @@ def build(made: Path, compiler: Sequence[str], flags: Sequence[str] = ("-s",)) -
 
 
 def _strip(library: Path, platform: Platform) -> None:
-    """Take out symbols nobody needs, where there is a tool for it."""
-    tool = platforms.stripper(platform)
-    if tool is not None:
-        subprocess.run([*tool, str(library)], capture_output=True, check=False)
+    """Take out symbols nobody needs, where there is a tool for it. The file is replaced: this process may have the old one mapped."""
+    tool, made = platforms.stripper(platform), library.with_suffix(".stripped")
+    if (
+        tool is not None
+        and subprocess.run([*tool, "-o", str(made), str(library)], capture_output=True, check=False).returncode == 0
+    ):
+        made.replace(library)
+    made.unlink(missing_ok=True)
 
 
 def glibc_of(files: Iterable[Path]) -> str:
