@@ -44,7 +44,7 @@ def test_verify(made: Made) -> None:
     assert call(made.runner / "run.sh", "verify").stdout.splitlines()[0] == done.stdout.splitlines()[0]
 
 
-def test_verify_says_which_output_differs(made: Made, tmp_path: Path) -> None:
+def test_verify_says_which_output_and_kernel_differ(made: Made, tmp_path: Path) -> None:
     folder = altered(made, tmp_path / "a")
     golden = dict(np.load(folder / artifact.GOLDEN))
     golden["lowered/output"].view(np.uint32)[1, 2] ^= 1
@@ -54,7 +54,13 @@ def test_verify_says_which_output_differs(made: Made, tmp_path: Path) -> None:
     artifact.write_manifest(folder, kept)
     done = made.run("verify", folder=folder, code=1)
     assert "output: DIFFERS: 1 of 32 values; the first at place 10" in done.stdout
+    assert "kernels: all have the values they had" in done.stdout  # their hashes are those of numpy's arrays
     assert "1 of 1 outputs differ" in done.stderr
+    for number in (len(kept["taps"]) - 1, 1):
+        kept["taps"][number]["sha256"] = "0" * 64
+        artifact.write_manifest(folder, kept)
+        said = made.run("verify", folder=folder, code=1).stdout
+        assert f"kernels: the first that differs is at {kept['taps'][number]['site']}\n" in said
     np.savez(folder / artifact.GOLDEN, **{**golden, "lowered/output": golden["lowered/output"][:3]})
     artifact.write_manifest(folder, kept)
     assert "float32 (4, 8); golden: float32 (3, 8)" in made.run("verify", folder=folder, code=1).stdout

@@ -1,38 +1,9 @@
 /* Load, run, free. */
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "artifact.h"
-#include "cpu.h"
-#include "tvm.h"
+#include "model.h"
 #include "version.h"
-#include "weights.h"
-#include "worker.h"
-
-/* What an input is copied to where kernels cannot read it in place. */
-typedef struct {
-  void* data;
-  size_t room;
-} staging;
-
-struct khtst_model {
-  artifact folder;
-  const json* variant;
-  weights arrays;
-  tvm_runtime tvm;
-  TVMFFIAny library, machine, main, sizes, reserve; /* the functions are those of the program */
-  TVMFFIAny* args; /* of main: buffers, inputs, weights */
-  staging* staged; /* of inputs */
-  int64_t* shape;  /* sizes of all inputs' axes in the last run, one after the other; the first is -1 before it */
-  int64_t* held;   /* bytes of each buffer */
-  size_t held_count;
-  int threads;
-  pthread_mutex_t lock;   /* held while it runs: the program keeps state */
-  pthread_key_t prepared; /* not NULL in threads whose calls use one thread */
-  bool has_lock, has_key;
-  worker caller; /* the thread that calls TVM, where there are several kernel threads */
-};
 
 static khtst_status check_versions(const artifact* folder, khtst_error* error) {
   const json* made = json_get(folder->manifest, "made_by");
@@ -76,14 +47,6 @@ static khtst_status prepare(khtst_model* m, khtst_error* error) {
   for (int i = 0; i < count && !status; ++i) status = tvm_tensor(&m->tvm, &m->arrays.arrays[i], &m->args[1 + inputs + i], error);
   return status;
 }
-
-typedef struct {
-  khtst_model* model;
-  const khtst_tensor* inputs;
-  khtst_tensor* outputs;
-  khtst_error* error;
-  khtst_status status;
-} work;
 
 static void start_threads(void* of) {
   work* w = of;
@@ -152,8 +115,7 @@ void khtst_free(khtst_model* m) {
   free(m);
 }
 
-/* Input `i` as an argument: in place where kernels can read it there, else a copy. */
-static khtst_status give_input(khtst_model* m, int i, const khtst_tensor* given, khtst_error* error) {
+khtst_status give_input(khtst_model* m, int i, const khtst_tensor* given, khtst_error* error) {
   khtst_tensor used = *given;
   size_t size = khtst_tensor_size(given);
   staging* at = &m->staged[i];
@@ -261,23 +223,28 @@ static void compute(void* of) {
   for (int i = 0; i < inputs; ++i) tvm_drop(&m->tvm, &m->args[1 + i]); /* the caller's memory may go */
 }
 
+khtst_status do_work(work* w, void (*job)(void* of)) {
+  khtst_model* m = w->model;
+  if ((w->status = artifact_check(&m->folder, w->inputs, w->error))) return w->status;
+  pthread_mutex_lock(&m->lock);
+  if (m->threads > 1) {
+    worker_run(&m->caller, job, w);
+  } else {
+    if (!pthread_getspecific(m->prepared)) {
+      start_threads(w);
+      if (!w->status) pthread_setspecific(m->prepared, m);
+    }
+    if (!w->status) job(w);
+  }
+  pthread_mutex_unlock(&m->lock);
+  return w->status;
+}
+
 khtst_status khtst_run(khtst_model* m, const khtst_tensor* inputs, khtst_tensor* outputs, khtst_error* error) {
   int count = m->folder.output_count;
   memset(outputs, 0, (size_t)count * sizeof *outputs);
   work w = {.model = m, .inputs = inputs, .outputs = outputs, .error = error};
-  if ((w.status = artifact_check(&m->folder, inputs, error))) return w.status;
-  pthread_mutex_lock(&m->lock);
-  if (m->threads > 1) {
-    worker_run(&m->caller, compute, &w);
-  } else {
-    if (!pthread_getspecific(m->prepared)) {
-      start_threads(&w);
-      if (!w.status) pthread_setspecific(m->prepared, m);
-    }
-    compute(&w);
-  }
-  pthread_mutex_unlock(&m->lock);
-  if (w.status) khtst_release(outputs, count);
+  if (do_work(&w, compute)) khtst_release(outputs, count);
   return w.status;
 }
 

@@ -12,6 +12,8 @@ static const char* const codes[] = {
 };
 enum { CODES = sizeof codes / sizeof *codes };
 
+const char* npy_code(khtst_dtype dtype) { return codes[dtype]; }
+
 /* Where the value of 'key' begins in the header, a Python dict in text. */
 static const char* after(const char* header, const char* key) {
   const char* at = strstr(header, key);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base.h"
+#include "taps.h"
 #include "verbs.h"
 
 static double number_at(const khtst_tensor* t, size_t i) {
@@ -43,7 +44,21 @@ static bool same(const char* name, const khtst_tensor* got, const khtst_tensor* 
   return !differing;
 }
 
-static khtst_status compare(const request* asked, khtst_model* model, const npz* golden, const khtst_tensor* results, khtst_error* error) {
+/* Prints which kernel is the first whose value has another hash than where the artifact was made. */
+static void name_kernel(khtst_model* model, const khtst_tensor* inputs) {
+  const char* site;
+  khtst_error error;
+  if (first_difference(model, inputs, &site, &error)) {
+    printf("kernels: %s\n", error.message);
+  } else if (site) {
+    printf("kernels: the first that differs is at %s\n", site);
+  } else {
+    printf("kernels: all have the values they had; an operator without a kernel differs, or the golden outputs are not this artifact's\n");
+  }
+}
+
+static khtst_status compare(const request* asked, khtst_model* model, const npz* golden, const khtst_tensor* inputs, const khtst_tensor* results,
+                            khtst_error* error) {
   int outputs = khtst_output_count(model), wrong = 0;
   for (int i = 0; i < outputs; ++i) {
     const char* name = khtst_output(model, i)->name;
@@ -52,6 +67,7 @@ static khtst_status compare(const request* asked, khtst_model* model, const npz*
     wrong += !same(name, &results[i], wanted);
   }
   if (!wrong) return KHTST_OK;
+  name_kernel(model, inputs);
   return fail(error, KHTST_OVER_BUDGET, "%s: %d of %d outputs differ from the golden ones as %s; needed: the same bits; please report it", asked->folder, wrong,
               outputs, khtst_variant(model));
 }
@@ -63,7 +79,7 @@ khtst_status verb_verify(const request* asked, khtst_model* model, khtst_error* 
   khtst_status status = given && results ? read_golden(asked->folder, &golden, error) : out_of_memory(error, "verify");
   if (!status) status = pick_inputs(model, &golden, "in/", "golden.npz", given, error);
   if (!status) status = khtst_run(model, given, results, error);
-  if (!status) status = compare(asked, model, &golden, results, error);
+  if (!status) status = compare(asked, model, &golden, given, results, error);
   if (!status) printf("%s: %d outputs as %s: all the same bits as the golden ones\n", asked->folder, outputs, khtst_variant(model));
   if (results) khtst_release(results, outputs);
   npz_free(&golden);
