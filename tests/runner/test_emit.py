@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import stat
 import subprocess
@@ -16,6 +17,7 @@ from khtst_compile import artifact, cpu
 from khtst_compile.errors import EnvironmentProblem, UsageError
 from khtst_compile.runner import emit, libraries, platforms
 from khtst_compile.runner.platforms import PLATFORMS
+from tests.cli.conftest import run_cli
 from tests.runner.conftest import CROSS, HERE, PARTS, QEMU, Made, call, compile_c
 
 BUDGET_BYTES = 8_000_000  # of all but weights
@@ -195,3 +197,12 @@ def test_cpu_flags_are_those_of_python(made: Made, tmp_path: Path) -> None:
     names = [*sorted(cpu.flags()), "warp_drive", "av", "vx2", "", "flags", ":"]
     wanted = "".join(str(int(n in cpu.flags())) for n in names)
     assert call(program, "flags", *names).stdout.strip() == f"{wanted} x86_64"
+
+
+def test_the_command_line_asks_for_it(made: Made, tmp_path: Path) -> None:
+    words = ("lower", made.quantized, "--target", "x86-avx2", "-o", tmp_path / "x86", "--emit-runner", "--json")
+    done = run_cli(*words)
+    printed = json.loads(done.stdout)["runner"]
+    assert printed == artifact.read(tmp_path / "x86").manifest["runner"] and printed["platform"] == "linux/amd64"
+    assert "wrote a runner for linux/amd64: 6." in done.stderr
+    assert "all the same bits" in call(tmp_path / "x86" / "runner" / "run.sh", "verify").stdout

@@ -6,7 +6,7 @@
 
 #include "khtst.h"
 
-enum { THREADS = 8, ROUNDS = 60, MODELS = 2, WIDTH = 32, MOST = 40 };
+enum { THREADS = 8, ROUNDS = 1000, MODELS = 2, WIDTH = 32, MOST = 40 };
 
 typedef struct {
   khtst_model** models;
