@@ -99,7 +99,7 @@ khtst_status khtst_run(khtst_model* model, const khtst_tensor* inputs, khtst_ten
 /* Free the data of `count` tensors that khtst_run filled, and set it to NULL. */
 void khtst_release(khtst_tensor* outputs, int count);
 
-/* Unload. No run of it may be going on. NULL is allowed. */
+/* Unload. No run of it may be going on. NULL is allowed. With several threads it takes a moment: TVM's workers look for work before they end. */
 void khtst_free(khtst_model* model);
 
 /* What a model takes and gives. All of it belongs to the model; an index outside [0, count) gives NULL. */
