@@ -32,7 +32,8 @@ static int show_sha256(const char* path) {
   sha256_begin(&whole);
   sha256_begin(&pieces);
   sha256_add(&whole, text, size);
-  for (size_t at = 0, step = 1; at < size; at += step, step = step % 97 + 1) sha256_add(&pieces, text + at, size - at < step ? size - at : step);
+  for (size_t at = 0, step = 1; at < size; at += step, step = step % 97 + 1)
+    sha256_add(&pieces, text + at, size - at < step ? size - at : step);
   sha256_end(&whole, hex);
   sha256_end(&pieces, again);
   puts(strcmp(hex, again) ? "pieces differ" : hex);
@@ -42,7 +43,8 @@ static int show_sha256(const char* path) {
 
 /* As Python's json.dumps with sorted keys off and fractions as "fraction" would, texts in hexadecimal. */
 static void show(const json* value) {
-  static const char* const words[] = {[JSON_NULL] = "null", [JSON_FALSE] = "false", [JSON_TRUE] = "true", [JSON_FRACTION] = "fraction"};
+  static const char* const words[] = {
+      [JSON_NULL] = "null", [JSON_FALSE] = "false", [JSON_TRUE] = "true", [JSON_FRACTION] = "fraction"};
   if (value->kind == JSON_INTEGER) {
     printf("%" PRId64, value->integer);
   } else if (value->kind == JSON_STRING) {

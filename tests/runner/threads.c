@@ -1,5 +1,5 @@
-/* Many threads on one or two models at the same time: threads LIBRARIES KERNEL_THREADS FOLDER.. ; each result has to be that of a lone call.
- * Then each thread loads, runs and frees a model of its own, again and again. */
+/* Many threads on one or two models at the same time: threads LIBRARIES KERNEL_THREADS FOLDER.. ; each result has to be that of a
+ * lone call. Then each thread loads, runs and frees a model of its own, again and again. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
@@ -53,7 +53,8 @@ static void* work(void* of) {
     int which = (round + j->seed) % j->count;
     check(j, j->models[which], which);
   }
-  for (int round = 0; round < (j->options.threads > 1 ? 1 : LOADS); ++round) { /* TVM's workers look for work for half a second before they end */
+  for (int round = 0; round < (j->options.threads > 1 ? 1 : LOADS);
+       ++round) { /* TVM's workers look for work for half a second before they end */
     int which = (round + j->seed) % j->count;
     if (khtst_load(j->folders[which], &j->options, &own, &error)) fprintf(stderr, "%s\n", error.message), exit(1);
     check(j, own, which);

@@ -1,4 +1,5 @@
-/* A compiled model inside a program of one's own: embed FOLDER [LIBRARIES] runs it on zeros, each dynamic axis at its least size. */
+/* A compiled model inside a program of one's own: embed FOLDER [LIBRARIES] runs it on zeros, each dynamic axis at its least size.
+ */
 #include <khtst.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +31,8 @@ int main(int argc, char** argv) {
   for (int i = 0; i < input_count; ++i) inputs[i] = zeros(model, khtst_input(model, i));
   khtst_status status = khtst_run(model, inputs, outputs, &error);
   if (status) fprintf(stderr, "%s\n", error.message);
-  for (int i = 0; i < output_count && !status; ++i) printf("%s: %zu bytes\n", khtst_output(model, i)->name, khtst_tensor_size(&outputs[i]));
+  for (int i = 0; i < output_count && !status; ++i)
+    printf("%s: %zu bytes\n", khtst_output(model, i)->name, khtst_tensor_size(&outputs[i]));
   khtst_release(outputs, output_count);
   for (int i = 0; i < input_count; ++i) free(inputs[i].data);
   free(inputs);

@@ -37,13 +37,15 @@ typedef struct {
   stored_array* weights;
 } artifact;
 
-/* Read and check the manifest, then all files (their sha256 unless `trust`). `made` is to be given to artifact_close, also after a failure. */
+/* Read and check the manifest, then all files (their sha256 unless `trust`). `made` is to be given to artifact_close, also after
+ * a failure. */
 khtst_status artifact_open(const char* folder, bool trust, artifact* made, khtst_error* error);
 
 void artifact_close(artifact* made);
 
 /* The entry of the variant of that name, or (NULL) of the first that `cpu` has all features for. */
-khtst_status artifact_choose(const artifact* from, const char* name, const cpu_flags* cpu, const json** variant, khtst_error* error);
+khtst_status artifact_choose(const artifact* from, const char* name, const cpu_flags* cpu, const json** variant,
+                             khtst_error* error);
 
 /* The inputs in the order of the artifact against dtypes, shapes, axes and ranges. KHTST_USAGE names the input at fault. */
 khtst_status artifact_check(const artifact* from, const khtst_tensor* inputs, khtst_error* error);

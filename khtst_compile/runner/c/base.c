@@ -9,8 +9,9 @@ static const struct {
   const char* name;
   size_t size;
 } kinds[] = {
-    [KHTST_BOOL] = {"bool", 1},   [KHTST_INT8] = {"int8", 1},   [KHTST_UINT8] = {"uint8", 1},     [KHTST_INT16] = {"int16", 2},
-    [KHTST_INT32] = {"int32", 4}, [KHTST_INT64] = {"int64", 8}, [KHTST_FLOAT32] = {"float32", 4}, [KHTST_FLOAT64] = {"float64", 8},
+    [KHTST_BOOL] = {"bool", 1},       [KHTST_INT8] = {"int8", 1},       [KHTST_UINT8] = {"uint8", 1},
+    [KHTST_INT16] = {"int16", 2},     [KHTST_INT32] = {"int32", 4},     [KHTST_INT64] = {"int64", 8},
+    [KHTST_FLOAT32] = {"float32", 4}, [KHTST_FLOAT64] = {"float64", 8},
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
 

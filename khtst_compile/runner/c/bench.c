@@ -27,17 +27,19 @@ static khtst_status parse_shape(const khtst_model* model, const char* text, int6
   for (;; ++at) {
     char* end;
     long long size = *at >= '0' && *at <= '9' ? strtoll(at, &end, 10) : -1;
-    if (size < 0 || (*end && *end != 'x')) return fail(error, KHTST_USAGE, "--shape '%s': needed sizes joined by x, such as 8x128", text);
+    if (size < 0 || (*end && *end != 'x'))
+      return fail(error, KHTST_USAGE, "--shape '%s': needed sizes joined by x, such as 8x128", text);
     if (found < count) sizes[found] = size;
     ++found;
     if (!*(at = end)) break;
   }
-  if (found != count) return fail(error, KHTST_USAGE, "--shape %s: %d sizes; needed: %d, one for each dynamic axis", text, found, count);
+  if (found != count)
+    return fail(error, KHTST_USAGE, "--shape %s: %d sizes; needed: %d, one for each dynamic axis", text, found, count);
   for (int i = 0; i < count; ++i) {
     const khtst_axis* axis = khtst_axis_at(model, i);
     if (sizes[i] < axis->least || sizes[i] > axis->most) {
-      return fail(error, KHTST_USAGE, "--shape %s: axis '%s' is %lld; needed: %lld..%lld", text, axis->name, (long long)sizes[i], (long long)axis->least,
-                  (long long)axis->most);
+      return fail(error, KHTST_USAGE, "--shape %s: axis '%s' is %lld; needed: %lld..%lld", text, axis->name, (long long)sizes[i],
+                  (long long)axis->least, (long long)axis->most);
     }
   }
   return KHTST_OK;
@@ -62,7 +64,8 @@ static void golden_sizes(const khtst_model* model, const khtst_tensor* golden, i
 }
 
 /* The golden input with its dynamic axes cut, or repeated, to size. */
-static khtst_status resize(const khtst_model* model, int index, const khtst_tensor* golden, const int64_t* sizes, khtst_tensor* made, khtst_error* error) {
+static khtst_status resize(const khtst_model* model, int index, const khtst_tensor* golden, const int64_t* sizes,
+                           khtst_tensor* made, khtst_error* error) {
   const khtst_spec* spec = khtst_input(model, index);
   size_t unit = khtst_dtype_size(golden->dtype), size, step[KHTST_MAX_RANK], at[KHTST_MAX_RANK] = {0};
   *made = *golden;
@@ -84,8 +87,8 @@ static khtst_status resize(const khtst_model* model, int index, const khtst_tens
 }
 
 /* Time runs until `seconds` are over; prints a line. */
-static khtst_status measure(khtst_model* model, const khtst_tensor* inputs, khtst_tensor* results, const int64_t* sizes, double seconds, double* times,
-                            khtst_error* error) {
+static khtst_status measure(khtst_model* model, const khtst_tensor* inputs, khtst_tensor* results, const int64_t* sizes,
+                            double seconds, double* times, khtst_error* error) {
   int outputs = khtst_output_count(model), runs = 0;
   khtst_status status = khtst_run(model, inputs, results, error); /* makes buffers, and brings weights into the caches */
   khtst_release(results, outputs);
@@ -102,12 +105,14 @@ static khtst_status measure(khtst_model* model, const khtst_tensor* inputs, khts
     size_t used = strlen(shape);
     snprintf(shape + used, sizeof shape - used, "%s%lld", i ? "x" : "", (long long)sizes[i]);
   }
-  printf("%-12s %12.3f %12.3f %12.3f %8d\n", *shape ? shape : "fixed", 1e3 * times[runs / 2], 1e3 * times[0], 1e3 * times[runs * 9 / 10], runs);
+  printf("%-12s %12.3f %12.3f %12.3f %8d\n", *shape ? shape : "fixed", 1e3 * times[runs / 2], 1e3 * times[0],
+         1e3 * times[runs * 9 / 10], runs);
   fflush(stdout);
   return KHTST_OK;
 }
 
-static khtst_status at_shape(khtst_model* model, const khtst_tensor* golden, const int64_t* sizes, double seconds, double* times, khtst_error* error) {
+static khtst_status at_shape(khtst_model* model, const khtst_tensor* golden, const int64_t* sizes, double seconds, double* times,
+                             khtst_error* error) {
   int count = khtst_input_count(model), outputs = khtst_output_count(model);
   khtst_tensor *inputs = calloc((size_t)count + 1, sizeof *inputs), *results = calloc((size_t)outputs + 1, sizeof *results);
   khtst_status status = inputs && results ? KHTST_OK : out_of_memory(error, "bench");

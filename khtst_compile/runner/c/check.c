@@ -6,7 +6,8 @@
 static khtst_status check_shape(const khtst_spec* spec, const khtst_tensor* given, khtst_error* error) {
   char found[256], needed[512];
   bool fits = given->rank == spec->rank;
-  for (int i = 0; fits && i < spec->rank; ++i) fits = given->shape[i] >= 0 && (spec->axes[i] || given->shape[i] == spec->shape[i]);
+  for (int i = 0; fits && i < spec->rank; ++i)
+    fits = given->shape[i] >= 0 && (spec->axes[i] || given->shape[i] == spec->shape[i]);
   if (fits) return KHTST_OK;
   int rank = given->rank < 0 ? 0 : given->rank > KHTST_MAX_RANK ? KHTST_MAX_RANK : given->rank;
   shape_text(found, sizeof found, rank, given->shape, NULL);
@@ -23,8 +24,8 @@ static khtst_status check_axis(const artifact* a, const khtst_axis* axis, const 
     for (int k = 0; k < spec->rank; ++k) {
       if (!spec->axes[k] || strcmp(spec->axes[k], axis->name)) continue;
       if (first && inputs[i].shape[k] != size) {
-        return fail(error, KHTST_USAGE, "input '%s': axis '%s' is %lld, but input '%s' has %lld; they must be equal", spec->name, axis->name,
-                    (long long)inputs[i].shape[k], first->name, (long long)size);
+        return fail(error, KHTST_USAGE, "input '%s': axis '%s' is %lld, but input '%s' has %lld; they must be equal", spec->name,
+                    axis->name, (long long)inputs[i].shape[k], first->name, (long long)size);
       }
       if (!first) first = spec, size = inputs[i].shape[k];
     }
@@ -64,11 +65,12 @@ khtst_status artifact_check(const artifact* a, const khtst_tensor* inputs, khtst
     size_t size;
     if (inputs[i].dtype != spec->dtype) {
       bool known = (unsigned)inputs[i].dtype <= KHTST_FLOAT64;
-      return fail(error, KHTST_USAGE, "input '%s': dtype is %s; needed: %s", spec->name, known ? khtst_dtype_name(inputs[i].dtype) : "unknown",
-                  khtst_dtype_name(spec->dtype));
+      return fail(error, KHTST_USAGE, "input '%s': dtype is %s; needed: %s", spec->name,
+                  known ? khtst_dtype_name(inputs[i].dtype) : "unknown", khtst_dtype_name(spec->dtype));
     }
     if ((status = check_shape(spec, &inputs[i], error))) return status;
-    if (!size_of(inputs[i].dtype, inputs[i].rank, inputs[i].shape, &size)) return fail(error, KHTST_USAGE, "input '%s': its shape is too large", spec->name);
+    if (!size_of(inputs[i].dtype, inputs[i].rank, inputs[i].shape, &size))
+      return fail(error, KHTST_USAGE, "input '%s': its shape is too large", spec->name);
     if (size && !inputs[i].data) return fail(error, KHTST_USAGE, "input '%s': has no data; needed: %zu bytes", spec->name, size);
   }
   for (int i = 0; i < a->axis_count && !status; ++i) status = check_axis(a, &a->axes[i], inputs, error);

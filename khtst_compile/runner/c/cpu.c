@@ -11,15 +11,15 @@ struct cpu_flags {
   unsigned long words[2];
 };
 
-/* Bits of AT_HWCAP (0) and AT_HWCAP2 (1), as Linux defines them in arch/arm64/include/uapi/asm/hwcap.h. The kernel's word, and not
- * /proc/cpuinfo: an emulator shows that of its host. */
+/* Bits of AT_HWCAP (0) and AT_HWCAP2 (1), as Linux defines them in arch/arm64/include/uapi/asm/hwcap.h. The kernel's word, and
+ * not /proc/cpuinfo: an emulator shows that of its host. */
 static const struct {
   const char* name;
   int word, bit;
 } known[] = {
-    {"fp", 0, 0},       {"asimd", 0, 1},    {"aes", 0, 3},      {"sha2", 0, 6},      {"crc32", 0, 7},    {"atomics", 0, 8},
-    {"fphp", 0, 9},     {"asimdhp", 0, 10}, {"asimdrdm", 0, 12}, {"asimddp", 0, 20}, {"sve", 0, 22},     {"asimdfhm", 0, 23},
-    {"sve2", 1, 1},     {"svei8mm", 1, 9},  {"svebf16", 1, 12}, {"i8mm", 1, 13},     {"bf16", 1, 14},
+    {"fp", 0, 0},   {"asimd", 0, 1},    {"aes", 0, 3},       {"sha2", 0, 6},     {"crc32", 0, 7}, {"atomics", 0, 8},
+    {"fphp", 0, 9}, {"asimdhp", 0, 10}, {"asimdrdm", 0, 12}, {"asimddp", 0, 20}, {"sve", 0, 22},  {"asimdfhm", 0, 23},
+    {"sve2", 1, 1}, {"svei8mm", 1, 9},  {"svebf16", 1, 12},  {"i8mm", 1, 13},    {"bf16", 1, 14},
 };
 
 cpu_flags* cpu_read(void) {

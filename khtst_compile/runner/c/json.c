@@ -140,7 +140,8 @@ static bool escape(reader* r, char** out) {
   if (!hex(r, &code)) return false;
   if (code >= 0xDC00 && code < 0xE000) return wrong(r, "half a surrogate pair");
   if (code >= 0xD800 && code < 0xDC00) {
-    if (!next_is(r, '\\') || !next_is(r, 'u') || !hex(r, &low) || low < 0xDC00 || low > 0xDFFF) return wrong(r, "half a surrogate pair");
+    if (!next_is(r, '\\') || !next_is(r, 'u') || !hex(r, &low) || low < 0xDC00 || low > 0xDFFF)
+      return wrong(r, "half a surrogate pair");
     code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
   }
   if (!code) return wrong(r, "a NUL in a text");
@@ -222,11 +223,8 @@ static json* value(reader* r, int depth) {
       made->kind = JSON_FALSE;
       good = word(r, "false");
       break;
-    case 'n':
-      good = word(r, "null");
-      break;
-    default:
-      good = number(r, made);
+    case 'n': good = word(r, "null"); break;
+    default: good = number(r, made);
   }
   return good ? made : NULL;
 }

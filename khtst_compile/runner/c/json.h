@@ -10,10 +10,10 @@ typedef enum { JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_INTEGER, JSON_FRACTION, JS
 
 typedef struct json {
   json_kind kind;
-  int64_t integer;          /* of JSON_INTEGER */
-  const char* text;         /* of JSON_STRING: UTF-8 without NUL inside */
-  const char* name;         /* of a member of an object */
-  size_t count;             /* members of an array or object */
+  int64_t integer;           /* of JSON_INTEGER */
+  const char* text;          /* of JSON_STRING: UTF-8 without NUL inside */
+  const char* name;          /* of a member of an object */
+  size_t count;              /* members of an array or object */
   struct json *first, *next; /* its first member; the one after this in what holds it */
 } json;
 
@@ -24,8 +24,8 @@ typedef struct {
   json_block* blocks;
 } json_memory;
 
-/* The tree of `size` bytes of text, which lives until json_free. NULL for text that is no JSON: *why is then a sentence, with the place
- * in it, and *exhausted tells whether only memory was lacking. An integer beyond 64 bits counts as a fraction. */
+/* The tree of `size` bytes of text, which lives until json_free. NULL for text that is no JSON: *why is then a sentence, with the
+ * place in it, and *exhausted tells whether only memory was lacking. An integer beyond 64 bits counts as a fraction. */
 const json* json_parse(const char* text, size_t size, json_memory* memory, char* why, size_t room, bool* exhausted);
 
 void json_free(json_memory* memory);

@@ -7,9 +7,10 @@
  *   khtst_release(outputs, khtst_output_count(model));
  *   khtst_free(model);
  *
- * There are no globals. Any number of models may be loaded, and any thread may call any of them: runs of one model wait for each other,
- * runs of different models do not. A function that can fail returns a khtst_status, 0 where all is well, and says in its `error` (which
- * may be NULL) where, what was found, what was needed and what to do. Nothing is printed and the process is never ended.
+ * There are no globals. Any number of models may be loaded, and any thread may call any of them: runs of one model wait for each
+ * other, runs of different models do not. A function that can fail returns a khtst_status, 0 where all is well, and says in its
+ * `error` (which may be NULL) where, what was found, what was needed and what to do. Nothing is printed and the process is never
+ * ended.
  */
 #ifndef KHTST_H_
 #define KHTST_H_
@@ -53,9 +54,9 @@ typedef enum {
 /* A dense array in C order, in the byte order of this machine. */
 typedef struct {
   khtst_dtype dtype;
-  int rank;                       /* 0 to KHTST_MAX_RANK; 0 is a single number */
-  int64_t shape[KHTST_MAX_RANK];  /* the first `rank` count */
-  void* data;                     /* may be NULL where some size is 0 */
+  int rank;                      /* 0 to KHTST_MAX_RANK; 0 is a single number */
+  int64_t shape[KHTST_MAX_RANK]; /* the first `rank` count */
+  void* data;                    /* may be NULL where some size is 0 */
 } khtst_tensor;
 
 /* An input or output as the artifact describes it. */
@@ -82,24 +83,25 @@ typedef struct {
 
 typedef struct khtst_model khtst_model;
 
-/* Load the artifact in `folder`. options: NULL for all defaults. On success *model is to be freed with khtst_free; on failure it is NULL.
- * Structure, version, sizes and hashes of the files, CPU features and versions of the libraries are checked, in this order, before any
- * native code of the artifact is loaded. KHTST_USAGE: damaged, foreign, of another version, or without that variant;
- * KHTST_ENVIRONMENT: this machine cannot run it; KHTST_RESOURCES: out of memory. */
+/* Load the artifact in `folder`. options: NULL for all defaults. On success *model is to be freed with khtst_free; on failure it
+ * is NULL. Structure, version, sizes and hashes of the files, CPU features and versions of the libraries are checked, in this
+ * order, before any native code of the artifact is loaded. KHTST_USAGE: damaged, foreign, of another version, or without that
+ * variant; KHTST_ENVIRONMENT: this machine cannot run it; KHTST_RESOURCES: out of memory. */
 khtst_status khtst_load(const char* folder, const khtst_options* options, khtst_model** model, khtst_error* error);
 
 /* Compute outputs from inputs, both in the order of the artifact.
  *
- * inputs: khtst_input_count tensors of the dtypes and shapes of khtst_input. They stay the caller's and are read only; data that begins at
- * a multiple of 64 bytes is read in place, other data is copied. outputs: khtst_output_count tensors, overwritten; their data, aligned to
- * 64 bytes, becomes the caller's, to be given to khtst_release. After a failure they hold nothing. KHTST_USAGE names the input at fault;
- * KHTST_RESOURCES: intermediate values do not fit in memory. */
+ * inputs: khtst_input_count tensors of the dtypes and shapes of khtst_input. They stay the caller's and are read only; data that
+ * begins at a multiple of 64 bytes is read in place, other data is copied. outputs: khtst_output_count tensors, overwritten;
+ * their data, aligned to 64 bytes, becomes the caller's, to be given to khtst_release. After a failure they hold nothing.
+ * KHTST_USAGE names the input at fault; KHTST_RESOURCES: intermediate values do not fit in memory. */
 khtst_status khtst_run(khtst_model* model, const khtst_tensor* inputs, khtst_tensor* outputs, khtst_error* error);
 
 /* Free the data of `count` tensors that khtst_run filled, and set it to NULL. */
 void khtst_release(khtst_tensor* outputs, int count);
 
-/* Unload. No run of it may be going on. NULL is allowed. With several threads it takes a moment: TVM's workers look for work before they end. */
+/* Unload. No run of it may be going on. NULL is allowed. With several threads it takes a moment: TVM's workers look for work
+ * before they end. */
 void khtst_free(khtst_model* model);
 
 /* What a model takes and gives. All of it belongs to the model; an index outside [0, count) gives NULL. */

@@ -35,7 +35,8 @@ bool layout_parse(const char* text, layout* made) {
   if (!at || !(at = past(read_sizes(at, made->blocks, &made->parts), " as "))) return false;
   at = read_sizes(at, made->axes, &axes);
   if (!at || *at || axes != made->parts) return false;
-  if (!product(made->padded, made->rank, &made->count) || !product(made->blocks, made->parts, &blocks) || blocks != made->count) return false;
+  if (!product(made->padded, made->rank, &made->count) || !product(made->blocks, made->parts, &blocks) || blocks != made->count)
+    return false;
   for (int i = 0; i < axes; ++i) {
     if (made->axes[i] >= (size_t)axes) return false;
     seen |= 1 << made->axes[i];
@@ -65,7 +66,8 @@ static void pad(const layout* by, const int64_t* shape, size_t unit, const char*
   }
 }
 
-/* One run of `run` bytes after the other, those along the innermost axis `step` bytes apart; sizes known to the compiler are fast. */
+/* One run of `run` bytes after the other, those along the innermost axis `step` bytes apart; sizes known to the compiler are
+ * fast. */
 static void gather(char* to, const char* from, size_t count, size_t step, size_t run) {
   switch (run) {
     case 1:

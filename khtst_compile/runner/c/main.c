@@ -31,7 +31,8 @@ static const verb verbs[] = {{"verify", 1, verb_verify}, {"bench", 1, verb_bench
 static khtst_status whole_number(const char* option, const char* text, int* value, khtst_error* error) {
   char* end;
   long found = strtol(text, &end, 10);
-  if (!*text || *end || found < 1 || found > 4096) return fail(error, KHTST_USAGE, "%s is '%s'; needed: a whole number from 1 to 4096", option, text);
+  if (!*text || *end || found < 1 || found > 4096)
+    return fail(error, KHTST_USAGE, "%s is '%s'; needed: a whole number from 1 to 4096", option, text);
   *value = (int)found;
   return KHTST_OK;
 }
@@ -39,7 +40,8 @@ static khtst_status whole_number(const char* option, const char* text, int* valu
 static khtst_status seconds_of(const char* option, const char* text, double* value, khtst_error* error) {
   char* end;
   *value = strtod(text, &end);
-  if (!*text || *end || !(*value >= 0.01 && *value <= 1e6)) return fail(error, KHTST_USAGE, "%s is '%s'; needed: a number of seconds from 0.01 on", option, text);
+  if (!*text || *end || !(*value >= 0.01 && *value <= 1e6))
+    return fail(error, KHTST_USAGE, "%s is '%s'; needed: a number of seconds from 0.01 on", option, text);
   return KHTST_OK;
 }
 
@@ -51,7 +53,8 @@ static khtst_status parse(const verb* chosen, int count, char** words, request* 
   for (int i = 0; i < count && !status; ++i) {
     const char* word = words[i];
     if (strncmp(word, "--", 2)) {
-      if (found == chosen->words) return fail(error, KHTST_USAGE, "'%s' is one word too many for %s\n%s", word, chosen->name, usage);
+      if (found == chosen->words)
+        return fail(error, KHTST_USAGE, "'%s' is one word too many for %s\n%s", word, chosen->name, usage);
       *places[found++] = word;
       continue;
     }
@@ -61,7 +64,8 @@ static khtst_status parse(const verb* chosen, int count, char** words, request* 
     }
     bool bench = !strcmp(chosen->name, "bench");
     const char* value = i + 1 < count ? words[++i] : NULL;
-    if (!value) return fail(error, KHTST_USAGE, "%s is the last word; needed: a value after it, and to be an option\n%s", word, usage);
+    if (!value)
+      return fail(error, KHTST_USAGE, "%s is the last word; needed: a value after it, and to be an option\n%s", word, usage);
     if (!strcmp(word, "--threads")) {
       status = whole_number(word, value, &asked->load.threads, error);
     } else if (!strcmp(word, "--variant")) {
@@ -76,7 +80,8 @@ static khtst_status parse(const verb* chosen, int count, char** words, request* 
       return fail(error, KHTST_USAGE, "%s is no option of %s\n%s", word, chosen->name, usage);
     }
   }
-  if (!status && found < chosen->words) return fail(error, KHTST_USAGE, "%s needs %d words, found %d\n%s", chosen->name, chosen->words, found, usage);
+  if (!status && found < chosen->words)
+    return fail(error, KHTST_USAGE, "%s needs %d words, found %d\n%s", chosen->name, chosen->words, found, usage);
   return status;
 }
 
@@ -116,8 +121,9 @@ int main(int argc, char** argv) {
   for (size_t i = 0; i < sizeof verbs / sizeof *verbs; ++i) {
     if (!strcmp(name, verbs[i].name)) chosen = &verbs[i];
   }
-  khtst_status status = chosen ? serve(chosen, argc - 2, argv + 2, &error)
-                               : fail(&error, KHTST_USAGE, "'%s' is no verb; needed: verify, bench, run or info\n%s", name, usage);
+  khtst_status status = chosen
+                            ? serve(chosen, argc - 2, argv + 2, &error)
+                            : fail(&error, KHTST_USAGE, "'%s' is no verb; needed: verify, bench, run or info\n%s", name, usage);
   if (!status && (fflush(stdout) || ferror(stdout))) status = fail(&error, KHTST_RESOURCES, "standard output cannot be written");
   if (status) fprintf(stderr, "khtst-run: %s\n", error.message);
   return (int)status;

@@ -9,7 +9,9 @@ static khtst_status check_versions(const artifact* folder, khtst_error* error) {
   const json* made = json_get(folder->manifest, "made_by");
   const char *tvm = text_of(made, "tvm"), *ffi = text_of(made, "tvm_ffi");
   if (tvm && ffi && !strcmp(tvm, KHTST_TVM) && !strcmp(ffi, KHTST_TVM_FFI)) return KHTST_OK;
-  return fail(error, KHTST_ENVIRONMENT, "%s: built with tvm %s and tvm-ffi %s, this runner is made for %s and %s; use the runner that `lower --emit-runner` writes with it",
+  return fail(error, KHTST_ENVIRONMENT,
+              "%s: built with tvm %s and tvm-ffi %s, this runner is made for %s and %s; use the runner that `lower "
+              "--emit-runner` writes with it",
               folder->folder, tvm ? tvm : "?", ffi ? ffi : "?", KHTST_TVM, KHTST_TVM_FFI);
 }
 
@@ -70,7 +72,8 @@ static khtst_status set_up(khtst_model* m, const khtst_options* given, khtst_err
   m->threads = given->threads < cores ? given->threads : cores;
   if (m->threads < 1) m->threads = 1;
   if (!m->has_lock || !m->has_key || (m->threads > 1 && !worker_start(&m->caller))) {
-    return fail(error, KHTST_RESOURCES, "%s: the system gives no thread, lock or thread-specific key; free some", m->folder.folder);
+    return fail(error, KHTST_RESOURCES, "%s: the system gives no thread, lock or thread-specific key; free some",
+                m->folder.folder);
   }
   work start = {.model = m, .error = error};
   if (m->threads > 1) worker_run(&m->caller, start_threads, &start);
@@ -148,7 +151,8 @@ static khtst_status replace_buffers(khtst_model* m, const int64_t* needed, size_
     TVMFFIAny size = tvm_integer(held[i] = needed[i]), shape;
     status = tvm_global(tvm, "ffi.Shape", &size, 1, &shape, error);
     if (!status && tvm_call(tvm, m->reserve, &shape, 1, &made[i], KHTST_RESOURCES, "reserve", NULL)) {
-      status = fail(error, KHTST_RESOURCES, "intermediate values need %.0f MiB, more than there is; run a smaller batch", all / (1 << 20));
+      status = fail(error, KHTST_RESOURCES, "intermediate values need %.0f MiB, more than there is; run a smaller batch",
+                    all / (1 << 20));
     }
     tvm_drop(tvm, &shape);
   }
@@ -159,8 +163,8 @@ static khtst_status replace_buffers(khtst_model* m, const int64_t* needed, size_
   return status;
 }
 
-/* Make room for what `main` computes from the inputs, which are among the arguments. Buffers are replaced when a run needs more, or less
- * than half of what is held. */
+/* Make room for what `main` computes from the inputs, which are among the arguments. Buffers are replaced when a run needs more,
+ * or less than half of what is held. */
 static khtst_status fit_buffers(khtst_model* m, khtst_error* error) {
   TVMFFIAny result;
   khtst_status status = tvm_call(&m->tvm, m->sizes, m->args + 1, m->folder.input_count, &result, KHTST_INTERNAL, "sizes", error);
@@ -216,7 +220,8 @@ static void compute(void* of) {
   if (!w->status && reshaped(m, w->inputs)) {
     w->status = fit_buffers(m, w->error);
   }
-  if (!w->status) w->status = tvm_call(&m->tvm, m->main, m->args, 1 + inputs + m->arrays.count, &result, KHTST_INTERNAL, "main", w->error);
+  if (!w->status)
+    w->status = tvm_call(&m->tvm, m->main, m->args, 1 + inputs + m->arrays.count, &result, KHTST_INTERNAL, "main", w->error);
   if (!w->status) w->status = take_outputs(m, result, w->outputs, w->error);
   if (w->status) m->shape[0] = -1;
   tvm_drop(&m->tvm, &result);

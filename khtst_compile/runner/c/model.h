@@ -21,10 +21,10 @@ struct khtst_model {
   weights arrays;
   tvm_runtime tvm;
   TVMFFIAny library, machine, main, sizes, reserve; /* the functions are those of the program */
-  TVMFFIAny* args; /* of main: buffers, inputs, weights */
-  staging* staged; /* of inputs */
-  int64_t* shape;  /* sizes of all inputs' axes in the last run, one after the other; the first is -1 before it */
-  int64_t* held;   /* bytes of each buffer */
+  TVMFFIAny* args;                                  /* of main: buffers, inputs, weights */
+  staging* staged;                                  /* of inputs */
+  int64_t* shape; /* sizes of all inputs' axes in the last run, one after the other; the first is -1 before it */
+  int64_t* held;  /* bytes of each buffer */
   size_t held_count;
   int threads;
   pthread_mutex_t lock;   /* held while it runs: the program keeps state */
@@ -43,7 +43,8 @@ typedef struct {
   khtst_status status;
 } work;
 
-/* Check the inputs, and do the job while no other is done on this model, in a thread that calls TVM. job: of the work, sets its status. */
+/* Check the inputs, and do the job while no other is done on this model, in a thread that calls TVM. job: of the work, sets its
+ * status. */
 khtst_status do_work(work* w, void (*job)(void* of));
 
 /* Input `i` as an argument: in place where kernels can read it there, else a copy. */

@@ -43,7 +43,8 @@ static const char* read_shape(const char* at, khtst_tensor* found) {
     if (found->rank == KHTST_MAX_RANK) return "it has more than 8 axes";
     int64_t size = 0;
     for (; *at >= '0' && *at <= '9'; ++at) {
-      if (__builtin_mul_overflow(size, 10, &size) || __builtin_add_overflow(size, *at - '0', &size)) return "its shape is too large";
+      if (__builtin_mul_overflow(size, 10, &size) || __builtin_add_overflow(size, *at - '0', &size))
+        return "its shape is too large";
     }
     found->shape[found->rank++] = size;
     while (*at == ',' || *at == ' ') ++at;

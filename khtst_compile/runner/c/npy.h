@@ -4,7 +4,8 @@
 
 #include "khtst.h"
 
-/* The array in `size` bytes; its data is new memory, aligned to 64 bytes. On failure *why is a phrase, and NULL where memory is lacking. */
+/* The array in `size` bytes; its data is new memory, aligned to 64 bytes. On failure *why is a phrase, and NULL where memory is
+ * lacking. */
 int npy_read(const uint8_t* bytes, size_t size, khtst_tensor* found, const char** why);
 
 /* "<f4" and so on: how numpy writes a dtype. */

@@ -37,7 +37,8 @@ typedef struct {
 } archive;
 
 static khtst_status damaged(const archive* from, const char* what) {
-  return fail(from->error, KHTST_USAGE, "%s: not a plain .npz (%s); write it with numpy.savez, without objects", from->path, what);
+  return fail(from->error, KHTST_USAGE, "%s: not a plain .npz (%s); write it with numpy.savez, without objects", from->path,
+              what);
 }
 
 /* Whether `count` bytes from `begin` on lie inside the file. */
@@ -84,13 +85,14 @@ static void widen(const uint8_t* extra, size_t size, uint64_t* values[3]) {
 
 /* The array described by the entry at *place of the directory, which moves on to the next. */
 static khtst_status read_entry(const archive* from, uint64_t* place, npz_array* made) {
-  if (!inside(from, *place, CENTRAL) || number(from->bytes + *place, 4) != CENTRAL_SIGN) return damaged(from, "its list of files is cut off");
+  if (!inside(from, *place, CENTRAL) || number(from->bytes + *place, 4) != CENTRAL_SIGN)
+    return damaged(from, "its list of files is cut off");
   const uint8_t* entry = from->bytes + *place;
   size_t name_size = (size_t)number(entry + 28, 2), extra_size = (size_t)number(entry + 30, 2);
   uint64_t packed = number(entry + 20, 4), size = number(entry + 24, 4), begin = number(entry + 42, 4);
   unsigned method = (unsigned)number(entry + 10, 2);
   if (!inside(from, *place + CENTRAL, name_size + extra_size)) return damaged(from, "its list of files is cut off");
-  widen(entry + CENTRAL + name_size, extra_size, (uint64_t*[3]){&size, &packed, &begin});
+  widen(entry + CENTRAL + name_size, extra_size, (uint64_t* [3]){&size, &packed, &begin});
   *place += CENTRAL + name_size + extra_size + number(entry + 32, 2);
   if (!(made->name = malloc(name_size + 1))) return out_of_memory(from->error, from->path);
   memcpy(made->name, entry + CENTRAL, name_size);
@@ -101,7 +103,8 @@ static khtst_status read_entry(const archive* from, uint64_t* place, npz_array* 
   made->name[name_size - 4] = 0;
   if (number(entry + 8, 2) & ENCRYPTED) return damaged(from, "it is encrypted");
   if (method != STORED && method != DEFLATED) return damaged(from, "it is compressed in a way other than deflate");
-  if (!inside(from, begin, LOCAL) || number(from->bytes + begin, 4) != LOCAL_SIGN) return damaged(from, "an array is not where it should be");
+  if (!inside(from, begin, LOCAL) || number(from->bytes + begin, 4) != LOCAL_SIGN)
+    return damaged(from, "an array is not where it should be");
   begin += LOCAL + number(from->bytes + begin + 26, 2) + number(from->bytes + begin + 28, 2);
   if (!inside(from, begin, packed) || (method == STORED && packed != size)) return damaged(from, "an array is cut off");
   const uint8_t* bytes = from->bytes + begin;
@@ -170,7 +173,8 @@ void npz_free(npz* found) {
 const khtst_tensor* npz_get(const npz* from, const char* prefix, const char* name) {
   size_t size = strlen(prefix);
   for (int i = 0; i < from->count; ++i) {
-    if (!strncmp(from->arrays[i].name, prefix, size) && !strcmp(from->arrays[i].name + size, name)) return &from->arrays[i].tensor;
+    if (!strncmp(from->arrays[i].name, prefix, size) && !strcmp(from->arrays[i].name + size, name))
+      return &from->arrays[i].tensor;
   }
   return NULL;
 }
@@ -182,8 +186,8 @@ static uint8_t* put(uint8_t* at, uint64_t value, int bytes) {
 
 /* What a local header and an entry of the directory have in common, from the version on. */
 static uint8_t* put_common(uint8_t* at, uint32_t crc, size_t size, size_t name_size) {
-  at = put(at, 20, 2);        /* version that can unpack it */
-  at = put(at, 0x0800, 2);    /* names are UTF-8 */
+  at = put(at, 20, 2);     /* version that can unpack it */
+  at = put(at, 0x0800, 2); /* names are UTF-8 */
   at = put(at, STORED, 2);
   at = put(at, 0x00210000, 4); /* 1980-01-01, the earliest there is: equal results are equal files */
   at = put(at, crc, 4);
@@ -235,7 +239,8 @@ static bool write_all(FILE* file, int count, const char* const* names, const kht
 static char* destination(const char* path, khtst_error* error) {
   struct stat about;
   if (!stat(path, &about) && !S_ISREG(about.st_mode)) {
-    fail(error, KHTST_USAGE, "%s cannot be written (it is no ordinary file); needed: a path for a new file, or of a file to replace", path);
+    fail(error, KHTST_USAGE,
+         "%s cannot be written (it is no ordinary file); needed: a path for a new file, or of a file to replace", path);
     return NULL;
   }
   char *real = realpath(path, NULL), *found = real ? real : strdup(path);
@@ -244,7 +249,8 @@ static char* destination(const char* path, khtst_error* error) {
 }
 
 /* Write beside `to`, then rename. */
-static khtst_status replace_file(const char* to, int count, const char* const* names, const khtst_tensor* tensors, uint8_t* entries, khtst_error* error) {
+static khtst_status replace_file(const char* to, int count, const char* const* names, const khtst_tensor* tensors,
+                                 uint8_t* entries, khtst_error* error) {
   size_t length = strlen(to) + 32;
   char* temporary = malloc(length);
   if (!temporary) return out_of_memory(error, to);
@@ -267,7 +273,8 @@ khtst_status npz_write(const char* path, int count, const char* const* names, co
     room += CENTRAL + strlen(names[i]) + 4;
     size += khtst_tensor_size(&tensors[i]) + strlen(names[i]) + 1024;
   }
-  if (size + room >= IN_64 || count > 65534) return fail(error, KHTST_USAGE, "%s: results of 4 GiB and more cannot be written; run a smaller batch", path);
+  if (size + room >= IN_64 || count > 65534)
+    return fail(error, KHTST_USAGE, "%s: results of 4 GiB and more cannot be written; run a smaller batch", path);
   char* to = destination(path, error);
   if (!to) return error ? error->status : KHTST_USAGE;
   uint8_t* entries = malloc(room ? room : 1);

@@ -14,7 +14,8 @@ typedef struct {
   int count;
 } npz;
 
-/* Read all arrays; `found` is to be given to npz_free, also after a failure. KHTST_USAGE for anything but an .npz of plain numbers. */
+/* Read all arrays; `found` is to be given to npz_free, also after a failure. KHTST_USAGE for anything but an .npz of plain
+ * numbers. */
 khtst_status npz_read(const char* path, npz* found, khtst_error* error);
 
 void npz_free(npz* found);

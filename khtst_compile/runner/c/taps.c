@@ -64,7 +64,8 @@ static khtst_status compare_all(work* w, TVMFFIAny result) {
   khtst_status status = KHTST_OK;
   bool same = true;
   if (result.type_index != kTVMFFIArray || !taps || list->size != at + (int64_t)taps->count) {
-    return fail(w->error, KHTST_USAGE, "%s: its kernels cannot be compared: the manifest has other taps than the library", m->folder.folder);
+    return fail(w->error, KHTST_USAGE, "%s: its kernels cannot be compared: the manifest has other taps than the library",
+                m->folder.folder);
   }
   for (const json* tap = taps->first; tap && same && !status; tap = tap->next, ++at) {
     status = compare_one(w, ((const TVMFFIAny*)list->data)[at], tap, offset ? (int)offset->integer : 0, &same);
@@ -80,7 +81,8 @@ static void compare(void* of) {
   TVMFFIAny taps = {.type_index = kTVMFFINone}, result = {.type_index = kTVMFFINone};
   for (int i = 0; i < inputs && !w->status; ++i) w->status = give_input(m, i, &w->inputs[i], w->error);
   if (!w->status) w->status = tvm_member(&m->tvm, m->machine, "taps", &taps, w->error);
-  if (!w->status) w->status = tvm_call(&m->tvm, taps, m->args + 1, inputs + m->arrays.count, &result, KHTST_INTERNAL, "taps", w->error);
+  if (!w->status)
+    w->status = tvm_call(&m->tvm, taps, m->args + 1, inputs + m->arrays.count, &result, KHTST_INTERNAL, "taps", w->error);
   if (!w->status) w->status = compare_all(w, result);
   tvm_drop(&m->tvm, &result);
   tvm_drop(&m->tvm, &taps);

@@ -9,11 +9,13 @@
 static khtst_status open_library(const char* folder, const char* name, void** library, khtst_error* error) {
   char* path = folder ? joined(folder, name) : strdup(name);
   if (!path) return out_of_memory(error, name);
-  /* Global, for a model's library takes functions of tvm_ffi from whoever has them; for good, for threads of TVM outlive a model. */
+  /* Global, for a model's library takes functions of tvm_ffi from whoever has them; for good, for threads of TVM outlive a model.
+   */
   *library = dlopen(path, RTLD_NOW | RTLD_GLOBAL | RTLD_NODELETE);
   free(path);
   if (*library) return KHTST_OK;
-  return fail(error, KHTST_ENVIRONMENT, "%s cannot be loaded (%s); needed: the runtime libraries that came with this program, and libstdc++.so.6", name,
+  return fail(error, KHTST_ENVIRONMENT,
+              "%s cannot be loaded (%s); needed: the runtime libraries that came with this program, and libstdc++.so.6", name,
               dlerror());
 }
 
@@ -29,20 +31,25 @@ khtst_status tvm_open(const char* libraries, tvm_runtime* tvm, khtst_error* erro
   if (status) return status;
   void (*get_version)(TVMFFIVersion*) = NULL;
   const wanted all[] = {
-      {"TVMFFIGetVersion", &get_version},           {"TVMFFIFunctionCall", &tvm->call},
-      {"TVMFFIFunctionGetGlobal", &tvm->get_global}, {"TVMFFIObjectDecRef", &tvm->let_go},
-      {"TVMFFIErrorMoveFromRaised", &tvm->take_error}, {"TVMFFIDataTypeFromString", &tvm->parse_dtype},
+      {"TVMFFIGetVersion", &get_version},
+      {"TVMFFIFunctionCall", &tvm->call},
+      {"TVMFFIFunctionGetGlobal", &tvm->get_global},
+      {"TVMFFIObjectDecRef", &tvm->let_go},
+      {"TVMFFIErrorMoveFromRaised", &tvm->take_error},
+      {"TVMFFIDataTypeFromString", &tvm->parse_dtype},
       {"TVMFFITensorFromDLPack", &tvm->from_dlpack},
   };
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
     void* found = dlsym(tvm->ffi_library, all[i].name);
-    if (!found) return fail(error, KHTST_ENVIRONMENT, "libtvm_ffi.so has no %s; needed: the one that came with this program", all[i].name);
+    if (!found)
+      return fail(error, KHTST_ENVIRONMENT, "libtvm_ffi.so has no %s; needed: the one that came with this program", all[i].name);
     memcpy(all[i].place, &found, sizeof found);
   }
   TVMFFIVersion version;
   get_version(&version);
   if (version.major != TVM_FFI_VERSION_MAJOR || version.minor != TVM_FFI_VERSION_MINOR) {
-    return fail(error, KHTST_ENVIRONMENT, "libtvm_ffi.so is of version %u.%u, this program was built for %d.%d; use the one that came with it",
+    return fail(error, KHTST_ENVIRONMENT,
+                "libtvm_ffi.so is of version %u.%u, this program was built for %d.%d; use the one that came with it",
                 version.major, version.minor, TVM_FFI_VERSION_MAJOR, TVM_FFI_VERSION_MINOR);
   }
   for (int i = 0; i <= KHTST_FLOAT64; ++i) {
@@ -82,18 +89,21 @@ static khtst_status raised(const tvm_runtime* tvm, khtst_status status, const ch
   return status;
 }
 
-khtst_status tvm_call(const tvm_runtime* tvm, TVMFFIAny function, TVMFFIAny* args, int count, TVMFFIAny* result, khtst_status status,
-                      const char* what, khtst_error* error) {
+khtst_status tvm_call(const tvm_runtime* tvm, TVMFFIAny function, TVMFFIAny* args, int count, TVMFFIAny* result,
+                      khtst_status status, const char* what, khtst_error* error) {
   *result = (TVMFFIAny){.type_index = kTVMFFINone};
   return tvm->call(function.v_obj, args, count, result) ? raised(tvm, status, what, error) : KHTST_OK;
 }
 
-khtst_status tvm_global(const tvm_runtime* tvm, const char* name, TVMFFIAny* args, int count, TVMFFIAny* result, khtst_error* error) {
+khtst_status tvm_global(const tvm_runtime* tvm, const char* name, TVMFFIAny* args, int count, TVMFFIAny* result,
+                        khtst_error* error) {
   TVMFFIAny function = {.type_index = kTVMFFIFunction};
   *result = (TVMFFIAny){.type_index = kTVMFFINone};
   TVMFFIObjectHandle found = NULL;
   if (tvm->get_global(&(TVMFFIByteArray){name, strlen(name)}, &found)) return raised(tvm, KHTST_ENVIRONMENT, name, error);
-  if (!found) return fail(error, KHTST_ENVIRONMENT, "TVM's runtime has no function %s; needed: the libraries that came with this program", name);
+  if (!found)
+    return fail(error, KHTST_ENVIRONMENT, "TVM's runtime has no function %s; needed: the libraries that came with this program",
+                name);
   function.v_obj = found;
   khtst_status status = tvm_call(tvm, function, args, count, result, KHTST_ENVIRONMENT, name, error);
   tvm->let_go(found);
@@ -105,7 +115,8 @@ khtst_status tvm_member(const tvm_runtime* tvm, TVMFFIAny module, const char* na
   khtst_status status = tvm_global(tvm, "ffi.ModuleGetFunction", args, 3, function, error);
   if (status || function->type_index == kTVMFFIFunction) return status;
   tvm_drop(tvm, function);
-  return fail(error, KHTST_USAGE, "the artifact's library has no function %s; lower again with this version of khtst-compile", name);
+  return fail(error, KHTST_USAGE, "the artifact's library has no function %s; lower again with this version of khtst-compile",
+              name);
 }
 
 typedef struct {
@@ -144,7 +155,8 @@ static bool dense(const DLTensor* t) {
 
 khtst_status tvm_copy(const tvm_runtime* tvm, TVMFFIAny tensor, khtst_tensor* made, khtst_error* error) {
   *made = (khtst_tensor){0};
-  if (tensor.type_index != kTVMFFITensor) return fail(error, KHTST_INTERNAL, "the program returned something that is no tensor; please report it");
+  if (tensor.type_index != kTVMFFITensor)
+    return fail(error, KHTST_INTERNAL, "the program returned something that is no tensor; please report it");
   const DLTensor* t = CELL(DLTensor, tensor.v_obj);
   int dtype = 0;
   while (dtype <= KHTST_FLOAT64 && memcmp(&tvm->dtypes[dtype], &t->dtype, sizeof t->dtype)) ++dtype;
@@ -167,7 +179,8 @@ int usable_cores(void) {
 }
 
 /* TVM's pool of the calling thread: mode -2 ties one thread to each of `count` cores, -3 lets all run on any of them. */
-static khtst_status configure(const tvm_runtime* tvm, int mode, int threads, const cpu_set_t* cores, int count, khtst_error* error) {
+static khtst_status configure(const tvm_runtime* tvm, int mode, int threads, const cpu_set_t* cores, int count,
+                              khtst_error* error) {
   char names[CPU_SETSIZE][12];
   TVMFFIAny words[CPU_SETSIZE], list, result;
   int found = 0;
@@ -190,14 +203,17 @@ khtst_status tvm_use_threads(const tvm_runtime* tvm, int threads, khtst_error* e
   enum { ONE_PER_CORE = -2, SHARED = -3 };
   cpu_set_t cores, first;
   CPU_ZERO(&first);
-  if (sched_getaffinity(0, sizeof cores, &cores)) return fail(error, KHTST_ENVIRONMENT, "the system does not say which cores may be used");
+  if (sched_getaffinity(0, sizeof cores, &cores))
+    return fail(error, KHTST_ENVIRONMENT, "the system does not say which cores may be used");
   int count = CPU_COUNT(&cores);
   for (int core = 0; core < CPU_SETSIZE && !CPU_COUNT(&first); ++core) {
     if (CPU_ISSET(core, &cores)) CPU_SET(core, &first);
   }
-  khtst_status status = configure(tvm, ONE_PER_CORE, threads, &cores, threads, error); /* at first this also says how many to start */
+  khtst_status status =
+      configure(tvm, ONE_PER_CORE, threads, &cores, threads, error); /* at first this also says how many to start */
   if (!status && threads > 1 && threads < count) status = configure(tvm, SHARED, threads, &cores, count, error);
-  bool alone = threads == 1, crowded = threads == count; /* TVM has tied the caller to a core, where it stays if each thread has its own */
+  bool alone = threads == 1,
+       crowded = threads == count; /* TVM has tied the caller to a core, where it stays if each thread has its own */
   const cpu_set_t* stay = crowded && !alone ? &first : &cores;
   sched_setaffinity(0, sizeof *stay, stay);
   return status;

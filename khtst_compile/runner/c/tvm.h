@@ -30,11 +30,12 @@ TVMFFIAny tvm_integer(int64_t value);
 TVMFFIAny tvm_text(const char* text);
 
 /* Call a function; *result is to be given to tvm_drop. A failure is `status`, with TVM's words after `what`. */
-khtst_status tvm_call(const tvm_runtime* tvm, TVMFFIAny function, TVMFFIAny* args, int count, TVMFFIAny* result, khtst_status status,
-                      const char* what, khtst_error* error);
+khtst_status tvm_call(const tvm_runtime* tvm, TVMFFIAny function, TVMFFIAny* args, int count, TVMFFIAny* result,
+                      khtst_status status, const char* what, khtst_error* error);
 
 /* Call the global function of that name; failures are KHTST_ENVIRONMENT. */
-khtst_status tvm_global(const tvm_runtime* tvm, const char* name, TVMFFIAny* args, int count, TVMFFIAny* result, khtst_error* error);
+khtst_status tvm_global(const tvm_runtime* tvm, const char* name, TVMFFIAny* args, int count, TVMFFIAny* result,
+                        khtst_error* error);
 
 /* A function of a module. */
 khtst_status tvm_member(const tvm_runtime* tvm, TVMFFIAny module, const char* name, TVMFFIAny* function, khtst_error* error);
@@ -48,8 +49,8 @@ khtst_status tvm_copy(const tvm_runtime* tvm, TVMFFIAny tensor, khtst_tensor* ma
 /* Let go of a value, which becomes none. */
 void tvm_drop(const tvm_runtime* tvm, TVMFFIAny* value);
 
-/* Fix how many threads the kernels use that the calling thread calls, at most one for each of its cores. Where that is one a core, each is
- * tied to its own, the caller too; else all may run on any of them. */
+/* Fix how many threads the kernels use that the calling thread calls, at most one for each of its cores. Where that is one a
+ * core, each is tied to its own, the caller too; else all may run on any of them. */
 khtst_status tvm_use_threads(const tvm_runtime* tvm, int threads, khtst_error* error);
 
 /* Cores the calling thread may run on. */

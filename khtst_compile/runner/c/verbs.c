@@ -16,11 +16,13 @@ khtst_status read_golden(const char* folder, npz* found, khtst_error* error) {
   return status;
 }
 
-khtst_status pick_inputs(const khtst_model* model, const npz* from, const char* prefix, const char* path, khtst_tensor* inputs, khtst_error* error) {
+khtst_status pick_inputs(const khtst_model* model, const npz* from, const char* prefix, const char* path, khtst_tensor* inputs,
+                         khtst_error* error) {
   for (int i = 0; i < khtst_input_count(model); ++i) {
     const char* name = khtst_input(model, i)->name;
     const khtst_tensor* found = npz_get(from, prefix, name);
-    if (!found) return fail(error, KHTST_USAGE, "%s: has no array '%s%s'; `khtst-run info` lists what is needed", path, prefix, name);
+    if (!found)
+      return fail(error, KHTST_USAGE, "%s: has no array '%s%s'; `khtst-run info` lists what is needed", path, prefix, name);
     inputs[i] = *found;
   }
   return KHTST_OK;
@@ -30,8 +32,11 @@ khtst_status pick_inputs(const khtst_model* model, const npz* from, const char* 
 static khtst_status check_names(const khtst_model* model, const npz* from, const char* path, khtst_error* error) {
   for (int i = 0; i < from->count; ++i) {
     bool known = false;
-    for (int k = 0; k < khtst_input_count(model); ++k) known = known || !strcmp(from->arrays[i].name, khtst_input(model, k)->name);
-    if (!known) return fail(error, KHTST_USAGE, "%s: array '%s' is no input of this model; `khtst-run info` lists what is needed", path, from->arrays[i].name);
+    for (int k = 0; k < khtst_input_count(model); ++k)
+      known = known || !strcmp(from->arrays[i].name, khtst_input(model, k)->name);
+    if (!known)
+      return fail(error, KHTST_USAGE, "%s: array '%s' is no input of this model; `khtst-run info` lists what is needed", path,
+                  from->arrays[i].name);
   }
   return KHTST_OK;
 }

@@ -23,6 +23,7 @@ khtst_status verb_info(const request* asked, khtst_model* model, khtst_error* er
 khtst_status read_golden(const char* folder, npz* found, khtst_error* error);
 
 /* The inputs of a model from arrays whose names begin with `prefix`, in its order; their data stays that of `from`. */
-khtst_status pick_inputs(const khtst_model* model, const npz* from, const char* prefix, const char* path, khtst_tensor* inputs, khtst_error* error);
+khtst_status pick_inputs(const khtst_model* model, const npz* from, const char* prefix, const char* path, khtst_tensor* inputs,
+                         khtst_error* error);
 
 #endif /* KHTST_VERBS_H_ */

@@ -20,15 +20,18 @@ static khtst_status map(const char* path, weights* w, khtst_error* error) {
   int reason = errno;
   if (file >= 0) close(file);
   if (good) return KHTST_OK;
-  return fail(error, reason == ENOMEM ? KHTST_RESOURCES : KHTST_USAGE, "%s: cannot be mapped (%s); copy the folder again", path, strerror(reason));
+  return fail(error, reason == ENOMEM ? KHTST_RESOURCES : KHTST_USAGE, "%s: cannot be mapped (%s); copy the folder again", path,
+              strerror(reason));
 }
 
 /* Argument `index` of the library: array `from` of the file, in the order of `text` (NULL: as it is stored). */
-static khtst_status arrange(weights* w, int index, const stored_array* from, const char* text, const char* folder, khtst_error* error) {
+static khtst_status arrange(weights* w, int index, const stored_array* from, const char* text, const char* folder,
+                            khtst_error* error) {
   khtst_tensor* made = &w->arrays[index];
   layout by;
   if (from->offset > w->size || from->size > w->size - from->offset) {
-    return fail(error, KHTST_USAGE, "%s: weights.bin: a weight lies outside the file (offset %zu, %zu bytes of %zu); make the artifact again", folder,
+    return fail(error, KHTST_USAGE,
+                "%s: weights.bin: a weight lies outside the file (offset %zu, %zu bytes of %zu); make the artifact again", folder,
                 from->offset, from->size, w->size);
   }
   *made = (khtst_tensor){.dtype = from->dtype, .rank = from->rank, .data = (char*)w->mapped + from->offset};
