@@ -81,6 +81,19 @@ def test_run_gives_the_bytes_of_python(made: Made, tmp_path: Path, rows: int, th
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["in.npz", "out.npz"]
 
 
+@pytest.mark.parametrize("rows", [127, 255, 256, 1000])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_batches_go_in_parts(made: Made, tmp_path: Path, rows: int, threads: int) -> None:
+    """A model said to be heavy runs 128 rows a thread at a time; the results are those of the whole batch."""
+    program = [{**call, "macs": 10**9} for call in json.loads((made.library / artifact.MANIFEST).read_text())["program"]]
+    folder = altered(made, tmp_path / "a", program=program)
+    x = np.random.default_rng(rows).standard_normal((rows, 32), dtype=np.float32)
+    np.savez(tmp_path / "in.npz", x=x)
+    made.run("run", tmp_path / "in.npz", tmp_path / "out.npz", "--threads", threads, folder=folder)
+    with np.load(tmp_path / "out.npz") as found:
+        assert found["output"].tobytes() == kc.load(made.library).run({"x": x})["output"].tobytes()
+
+
 @pytest.mark.parametrize(
     "arrays, says",
     [
@@ -269,6 +282,8 @@ def test_a_sanitized_build_does_all_of_it(made: Made, tmp_path: Path) -> None:
         call(program, "verify", made.library, "--threads", threads)
         call(program, "run", made.library, tmp_path / "in.npz", out, "--threads", threads)
         call(program, "bench", made.library, "--seconds", 0.01, "--shape", 1, "--shape", 64, "--threads", threads)
+    heavy = [{**c, "macs": 10**9} for c in json.loads((made.library / artifact.MANIFEST).read_text())["program"]]
+    call(program, "bench", altered(made, tmp_path / "c", program=heavy), "--seconds", 0.01, "--shape", 600)
     call(program, "info", made.library)
     call(program, "run", made.library, tmp_path / "bad.npz", out, code=2)
     call(program, "verify", made.library, "--libraries", tmp_path, code=4)

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "model.h"
+#include "parts.h"
 #include "version.h"
 
 static khtst_status check_versions(const artifact* folder, khtst_error* error) {
@@ -230,7 +231,6 @@ static void compute(void* of) {
 
 khtst_status do_work(work* w, void (*job)(void* of)) {
   khtst_model* m = w->model;
-  if ((w->status = artifact_check(&m->folder, w->inputs, w->error))) return w->status;
   pthread_mutex_lock(&m->lock);
   if (m->threads > 1) {
     worker_run(&m->caller, job, w);
@@ -245,11 +245,38 @@ khtst_status do_work(work* w, void (*job)(void* of)) {
   return w->status;
 }
 
+/* The entries from `begin` to `end`; their inputs and results pass through `part`, which has room for both. */
+static khtst_status run_part(work* whole, int64_t begin, int64_t end, int64_t entries, khtst_tensor* part) {
+  khtst_model* m = whole->model;
+  int count = m->folder.output_count;
+  work w = {.model = m, .inputs = part, .outputs = part + m->folder.input_count, .error = whole->error};
+  parts_take(&m->folder, whole->inputs, begin, end, part);
+  memset(w.outputs, 0, (size_t)count * sizeof *w.outputs);
+  do_work(&w, compute);
+  for (int i = 0; i < count && !w.status; ++i) {
+    w.status = parts_join(&w.outputs[i], begin, end - begin, entries, &whole->outputs[i], whole->error);
+  }
+  khtst_release(w.outputs, count);
+  return w.status;
+}
+
 khtst_status khtst_run(khtst_model* m, const khtst_tensor* inputs, khtst_tensor* outputs, khtst_error* error) {
   int count = m->folder.output_count;
+  int64_t entries, parts;
   memset(outputs, 0, (size_t)count * sizeof *outputs);
   work w = {.model = m, .inputs = inputs, .outputs = outputs, .error = error};
-  if (do_work(&w, compute)) khtst_release(outputs, count);
+  if ((w.status = artifact_check(&m->folder, inputs, error))) return w.status;
+  if ((parts = parts_count(&m->folder, inputs, m->threads, &entries)) == 1) {
+    do_work(&w, compute);
+  } else {
+    khtst_tensor* part = calloc((size_t)m->folder.input_count + (size_t)count, sizeof *part);
+    if (!part) w.status = out_of_memory(error, "a run");
+    for (int64_t i = 0; i < parts && !w.status; ++i) {
+      w.status = run_part(&w, entries * i / parts, entries * (i + 1) / parts, entries, part);
+    }
+    free(part);
+  }
+  if (w.status) khtst_release(outputs, count);
   return w.status;
 }
 

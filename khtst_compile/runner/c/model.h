@@ -43,8 +43,8 @@ typedef struct {
   khtst_status status;
 } work;
 
-/* Check the inputs, and do the job while no other is done on this model, in a thread that calls TVM. job: of the work, sets its
- * status. */
+/* Do the job, whose inputs were checked, while no other is done on this model, in a thread that calls TVM. job: of the work, sets
+ * its status. */
 khtst_status do_work(work* w, void (*job)(void* of));
 
 /* Input `i` as an argument: in place where kernels can read it there, else a copy. */

@@ -91,7 +91,8 @@ static void compare(void* of) {
 
 khtst_status first_difference(khtst_model* m, const khtst_tensor* inputs, const char** site, khtst_error* error) {
   work w = {.model = m, .inputs = inputs, .error = error};
-  do_work(&w, compare);
+  w.status = artifact_check(&m->folder, inputs, error);
+  if (!w.status) do_work(&w, compare);
   *site = w.site;
   return w.status;
 }
