@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -21,6 +21,9 @@ from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
 from khtst_compile.quiet import quiet
 from khtst_compile.signature import check_inputs
+
+if TYPE_CHECKING:
+    from khtst_compile.runner.emit import Emitter
 
 Array = npt.NDArray[Any]
 Report = Callable[[str], None]
@@ -142,6 +145,7 @@ def lower(
     threads: int | None = None,
     tune: float = 0.0,
     tuned: str | Path | None = None,
+    emit_runner: bool = False,
     report: Report | None = None,
     progress: ProgressFactory | None = None,
 ) -> Result:
@@ -152,6 +156,7 @@ def lower(
     values come from a variant that can: all give the same bits. Raises EnvironmentProblem where a cross compiler is needed and missing.
     tune: seconds to measure, on this machine, which tiles its matrix products are fastest with; results do not depend on it.
     tuned: a "library" artifact whose measurements are taken up; without it those of the artifact that is replaced at `output`.
+    emit_runner: also write a folder "runner" that runs it on a device without Python; see runner.emit for what that needs.
     """
     from khtst_compile.lower.variants import HELPERS, Helpers
     from khtst_compile.targets import table
@@ -167,6 +172,7 @@ def lower(
     order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
     for wanted in order:
         cross_compiler(str(wanted.tvm_target()["mtriple"]))  # refuses before minutes of work
+    runner = _runner(str(t.tvm_target()["mtriple"]) for t in order) if emit_runner else None
     with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
         if tune:  # before anything else computes
             from khtst_compile.lower.relax import kernel_graph
@@ -181,8 +187,17 @@ def lower(
             manifest, checked = compile_program(program, source, folder, target, helpers, say, bar)
         shutil.rmtree(folder / HELPERS, ignore_errors=True)
         _copy_tokenizer(source.path / TOKENIZER, folder)
+        if runner is not None:
+            manifest["runner"] = runner.write(folder, manifest["target"]["variants"])
+            say(f"wrote a runner for {manifest['runner']['platform']}: {manifest['runner']['bytes'] / 1e6:.1f} MB")
         artifact.write_manifest(folder, {**manifest, "made_by": _made_by()})
     return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
+
+
+def _runner(triples: Iterable[str]) -> Emitter:
+    from khtst_compile.runner.emit import prepare
+
+    return prepare(triples)
 
 
 def export(

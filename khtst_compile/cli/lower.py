@@ -17,8 +17,11 @@ from khtst_compile.cli.console import Console, common
     "--tune", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS", help="Measure tiles of matrix products here."
 )
 @click.option("--tuned", type=click.Path(path_type=Path), help="Take up what was measured for this artifact.")
+@click.option("--emit-runner", is_flag=True, help="Also write what runs it on a device without Python.")
 @common
-def command(console: Console, quantized: Path, output: Path, target: str, tune: float, tuned: Path | None) -> None:
+def command(
+    console: Console, quantized: Path, output: Path, target: str, tune: float, tuned: Path | None, emit_runner: bool
+) -> None:
     """Compile QUANTIZED, a folder written by `quantize`, for a target."""
     from khtst_compile import api
 
@@ -29,6 +32,7 @@ def command(console: Console, quantized: Path, output: Path, target: str, tune: 
         threads=console.threads,
         tune=tune,
         tuned=tuned,
+        emit_runner=emit_runner,
         report=console.note,
         progress=console.progress,
     )
@@ -40,6 +44,7 @@ def command(console: Console, quantized: Path, output: Path, target: str, tune: 
         "variants": [{k: v[k] for k in ("name", "cpu_flags", "library", "build_s")} for v in chosen["variants"]],
         "bytes": size,
         "tuning": result.manifest["tuning"],
+        "runner": result.manifest.get("runner"),
         "seconds": round(result.seconds, 3),
     }
     built = ", ".join(v["name"] for v in chosen["variants"])

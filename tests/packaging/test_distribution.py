@@ -56,6 +56,8 @@ def test_the_wheel_holds_every_module(built: Path) -> None:
         names = set(archive.namelist())
     assert {n for n in names if n.endswith(".py")} == in_tree()
     assert "khtst_compile/py.typed" in names
+    runner = {str(p.relative_to(ROOT)) for p in (ROOT / "khtst_compile" / "runner").rglob("*") if p.parent.name in ("c", "board")}
+    assert runner and runner <= names
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 

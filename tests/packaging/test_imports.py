@@ -66,6 +66,7 @@ FORBIDDEN = [
         ("khtst_compile.program", "khtst_compile.passes", "khtst_compile.targets", "khtst_compile.lower", "tvm"),
     ),
     ("khtst_compile.capture", ("khtst_compile.passes", "khtst_compile.targets", "khtst_compile.lower", "khtst_compile.api")),
+    ("khtst_compile.runner", ("torch", "khtst_compile.lower", "khtst_compile.targets", "khtst_compile.api")),
     ("khtst_compile.runtime", ("torch", "khtst_compile.program", "khtst_compile.api")),
 ]
 
