@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +14,14 @@ import numpy as np
 import tvm
 
 from khtst_compile import artifact
+from khtst_compile.errors import EnvironmentProblem
+from khtst_compile.runner.libraries import fetch
+from khtst_compile.runner.platforms import PLATFORMS
 from khtst_compile.runtime import WEIGHTS
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.link import link
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parents[1] / "scripts" / "arm-runtime.sh"
 ROOT = Path("/usr/aarch64-linux-gnu")
 TOOLS = ("qemu-aarch64", "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-g++", "aarch64-linux-gnu-objdump", "llvm-mca-19")
 CPUS = {"neon": "cortex-a72", "dotprod": "cortex-a76", "i8mm": "max"}
@@ -35,23 +36,22 @@ def lacking() -> str | None:
         return f"{', '.join(missing)} not on the path; scripts/install-system.sh python3 arm"
     try:
         runtime()
-    except subprocess.CalledProcessError as error:
-        return f"{SCRIPT.name} cannot fetch TVM's ARM runtime: {(error.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+    except EnvironmentProblem as error:
+        return str(error)
     return None
 
 
 @cache
 def runtime() -> Path:
-    """The folder with TVM's ARM runtime."""
-    done = subprocess.run([str(SCRIPT), sys.executable], capture_output=True, text=True, check=True, timeout=LIMIT_S)
-    return Path(done.stdout.strip())
+    """The folder with TVM's ARM runtime, downloaded the first time."""
+    return fetch(PLATFORMS["linux/arm64"])
 
 
 def build_runner(folder: Path) -> Path:
     """Compile the runner into `folder`."""
-    made, libraries = folder / "runner", runtime()
+    made, libraries = folder / "runner", runtime() / "lib"
     link_with = ["-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi", f"-Wl,-rpath,{libraries}", "-Wl,--allow-shlib-undefined"]
-    command = ["aarch64-linux-gnu-gcc", "-O1", "-Wall", "-Werror", f"-I{libraries / 'include'}", str(HERE / "runner.c")]
+    command = ["aarch64-linux-gnu-gcc", "-O1", "-Wall", "-Werror", f"-I{runtime() / 'include'}", str(HERE / "runner.c")]
     subprocess.run([*command, "-o", str(made), f"-L{libraries}", *link_with], check=True, timeout=LIMIT_S)
     return made
 
