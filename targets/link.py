@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import platform
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from khtst_compile.errors import EnvironmentProblem
+from khtst_compile.runner.platforms import ZIG_GLIBC
 
 INSTALL = {"aarch64": "apt-get install g++-aarch64-linux-gnu"}
 """Processor -> the command that brings its cross compiler."""
 
 
-def cross_compiler(triple: str) -> str | None:
-    """The path of the cross compiler for a triple; None where this machine's own serves. Raises EnvironmentProblem where there is none."""
+def cross_compiler(triple: str) -> list[str] | None:
+    """A command that compiles and links C++ for a triple: GCC's cross compiler, else ziglang of this Python; None where this machine's own
+    compiler serves. Raises EnvironmentProblem where there is none."""
     processor = triple.partition("-")[0]
     if processor == platform.machine():
         return None
     name = f"{triple}-g++"
-    found = shutil.which(name)
-    if found is None:
-        raise EnvironmentProblem(
-            f"linking for {triple}: this machine is {platform.machine()} and {name} is not on the path; "
-            f"needed: a cross compiler of that name; {INSTALL.get(processor, 'install one')}"
-        )
-    return found
+    if found := shutil.which(name):
+        return [found]
+    if find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{triple}.{ZIG_GLIBC}"]
+    raise EnvironmentProblem(
+        f"linking for {triple}: this machine is {platform.machine()}, {name} is not on the path and ziglang not in this Python; "
+        f"needed: one of the two; {INSTALL.get(processor, 'install a cross compiler')} (Debian, Ubuntu), or pip install ziglang"
+    )
+
+
+def shared(command: Sequence[str], output: str | Path, files: Sequence[str | Path]) -> None:
+    """Link objects, or compile and link sources, as a shared library. Raises EnvironmentProblem with the compiler's last words."""
+    done = subprocess.run(
+        [*command, "-shared", "-fPIC", "-o", str(output), *map(str, files)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise EnvironmentProblem(f"{' '.join(command)} cannot link ({said}); needed: one that links C++; install it again")
 
 
 def link(module: Any, path: Path, triple: str) -> None:
     """Write what TVM compiled for `triple` as a shared library. Raises EnvironmentProblem where there is no linker for it."""
-    compiler = cross_compiler(triple)
-    if compiler is None:
+    command = cross_compiler(triple)
+    if command is None:
         module.export_library(str(path))
         return
-    from tvm.support import cc
 
-    module.export_library(str(path), fcompile=cc.cross_compiler(compiler))
+    def fcompile(output: str, objects: list[str], options: object = None) -> None:
+        shared(command, output, objects)
+
+    module.export_library(str(path), fcompile=fcompile)

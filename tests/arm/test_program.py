@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import khtst_compile as kc
-from khtst_compile import artifact
+from khtst_compile import artifact, doctor_target
 from khtst_compile.capture.factory import capture_module
 from khtst_compile.errors import EnvironmentProblem
 from khtst_compile.lower.digest import digest
@@ -189,3 +189,17 @@ def test_minilm_has_the_bits_of_x86(minilm: Path, runner: Path, tmp_path: Path) 
     kc.lower(tmp_path / "q", tmp_path / "arm", target="arm")
     for variant in VARIANTS:
         check_golden(tmp_path / "arm", variant, tmp_path / variant, runner)
+
+
+def test_doctor_tries_every_step_for_a_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Path) -> None:
+    found = {c.name: c for c in doctor_target.examine("arm")}
+    assert list(found) == ["c++ for aarch64-linux-gnu", *(f"build {v}" for v in VARIANTS), "run aarch64", "runner"]
+    assert {c.status for c in found.values()} == {"ok"}, found
+    (tmp_path / "aarch64-linux-gnu-g++").write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    (tmp_path / "aarch64-linux-gnu-g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (broken,) = doctor_target.examine("arm-neon")
+    assert broken.status == "bad" and "no room" in broken.advice
+    (tmp_path / "aarch64-linux-gnu-g++").unlink()
+    (missing,) = doctor_target.examine("arm-neon")
+    assert missing.status == "bad" and "apt-get install g++-aarch64-linux-gnu" in missing.advice and "ziglang" in missing.advice
