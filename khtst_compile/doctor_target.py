@@ -12,7 +12,7 @@ from khtst_compile.doctor import BAD, NOTE, OK, Check
 from khtst_compile.errors import EnvironmentProblem, UsageError
 from khtst_compile.runner import libraries, platforms
 
-PROBE = '#include <cmath>\n#include <cstdio>\nint main(int n, char**) { std::printf("%g\\n", std::sqrt(16.0 * n)); }\n'
+PROBE = '#include <stdio.h>\nint main(int n, char** words) { return printf("%d\\n", words ? 4 * n : 0) < 0; }\n'
 ANSWER = "4"
 
 
@@ -31,11 +31,11 @@ def examine(name: str) -> list[Check]:
 def _compiler(triple: str) -> Check:
     from khtst_compile.targets.link import shared
 
-    what = f"c++ for {triple}"
+    what = f"compiler for {triple}"
     try:
         command = _command(triple)
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "probe.cc"
+            source = Path(folder) / "probe.c"
             source.write_text(PROBE, encoding="utf-8")
             shared(command, Path(folder) / "probe.so", [source])
     except EnvironmentProblem as error:
@@ -85,9 +85,11 @@ def _program(triple: str) -> Check:
             what, NOTE, f"{runs[0]} is not there", "only to try programs here: apt-get install qemu-user (Debian, Ubuntu)"
         )
     with tempfile.TemporaryDirectory() as folder:
-        source, made = Path(folder) / "probe.cc", Path(folder) / "probe"
+        source, made = Path(folder) / "probe.c", Path(folder) / "probe"
         source.write_text(PROBE, encoding="utf-8")
-        for command in ([*_command(triple), "-static", "-o", str(made), str(source)], [*runs, str(made)]):
+        # ziglang links statically with musl alone.
+        compile_it = [f"{processor}-linux-musl" if word.startswith(f"{triple}.") else word for word in _command(triple)]
+        for command in ([*compile_it, "-static", "-o", str(made), str(source)], [*runs, str(made)]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -19,7 +19,7 @@ INSTALL = {"aarch64": "apt-get install g++-aarch64-linux-gnu"}
 
 
 def cross_compiler(triple: str) -> list[str] | None:
-    """A command that compiles and links C++ for a triple: GCC's cross compiler, else ziglang of this Python; None where this machine's own
+    """A command that compiles C and links for a triple: GCC's cross compiler, else ziglang of this Python; None where this machine's own
     compiler serves. Raises EnvironmentProblem where there is none."""
     processor = triple.partition("-")[0]
     if processor == platform.machine():
@@ -28,7 +28,7 @@ def cross_compiler(triple: str) -> list[str] | None:
     if found := shutil.which(name):
         return [found]
     if find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{triple}.{ZIG_GLIBC}"]
+        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{triple}.{ZIG_GLIBC}"]
     raise EnvironmentProblem(
         f"linking for {triple}: this machine is {platform.machine()}, {name} is not on the path and ziglang not in this Python; "
         f"needed: one of the two; {INSTALL.get(processor, 'install a cross compiler')} (Debian, Ubuntu), or pip install ziglang"
@@ -36,13 +36,13 @@ def cross_compiler(triple: str) -> list[str] | None:
 
 
 def shared(command: Sequence[str], output: str | Path, files: Sequence[str | Path]) -> None:
-    """Link objects, or compile and link sources, as a shared library. Raises EnvironmentProblem with the compiler's last words."""
+    """Link objects, or compile and link C sources, as a shared library. Raises EnvironmentProblem with the compiler's last words."""
     done = subprocess.run(
         [*command, "-shared", "-fPIC", "-o", str(output), *map(str, files)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise EnvironmentProblem(f"{' '.join(command)} cannot link ({said}); needed: one that links C++; install it again")
+        raise EnvironmentProblem(f"{' '.join(command)} cannot link ({said}); needed: one that links C; install it again")
 
 
 def link(module: Any, path: Path, triple: str) -> None:

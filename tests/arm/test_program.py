@@ -193,7 +193,7 @@ def test_minilm_has_the_bits_of_x86(minilm: Path, runner: Path, tmp_path: Path) 
 
 def test_doctor_tries_every_step_for_a_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Path) -> None:
     found = {c.name: c for c in doctor_target.examine("arm")}
-    assert list(found) == ["c++ for aarch64-linux-gnu", *(f"build {v}" for v in VARIANTS), "run aarch64", "runner"]
+    assert list(found) == ["compiler for aarch64-linux-gnu", *(f"build {v}" for v in VARIANTS), "run aarch64", "runner"]
     assert {c.status for c in found.values()} == {"ok"}, found
     (tmp_path / "aarch64-linux-gnu-g++").write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
     (tmp_path / "aarch64-linux-gnu-g++").chmod(0o755)
