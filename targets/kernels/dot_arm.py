@@ -11,6 +11,7 @@ smmla    acc[2 x 2] += 8 products of each of 2 rows and 2 columns. Rows are inte
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import reduce
 
@@ -139,9 +140,9 @@ class _ArmSums(Sums):
             for a in row:
                 store(a, i32(0, LANES), 0)
 
+    @abstractmethod
     def blocks(self) -> tuple[int, int]:
         """Registers down and across a tile."""
-        raise NotImplementedError
 
     def add(self, i: int, j: int, a: Expr, b: Expr) -> None:
         """One instruction's products of a row's codes and weights."""

@@ -119,6 +119,7 @@ def test_scaled_statistics_are_those_of_the_scaled_activation(masked: Program) -
     factor = torch.tensor([1.0, -2.0, 0.5, 4.0, 1.0, 8.0])
     seen = calibrate(masked, samples(batches(6)), rows=100, held_rows=100, moments=True).activations["x"].scaled(factor)
     assert seen.moments is not None
+    # Sums of at most 60 products of float32, in another order.
     assert torch.allclose(seen.moments, seen.rows.T @ seen.rows, rtol=1e-5, atol=1e-5)
     assert torch.equal(seen.absmax, torch.cat([seen.rows, seen.held_rows]).abs().amax(0))
 
