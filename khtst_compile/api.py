@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 
@@ -21,9 +21,6 @@ from khtst_compile.parity import ParityReport
 from khtst_compile.progress import NullProgress, Progress
 from khtst_compile.quiet import quiet
 from khtst_compile.signature import check_inputs
-
-if TYPE_CHECKING:
-    from khtst_compile.runner.emit import Emitter
 
 Array = npt.NDArray[Any]
 Report = Callable[[str], None]
@@ -159,6 +156,7 @@ def lower(
     emit_runner: also write a folder "runner" that runs it on a device without Python; see runner.emit for what that needs.
     """
     from khtst_compile.lower.variants import HELPERS, Helpers
+    from khtst_compile.runner.emit import prepare
     from khtst_compile.targets import table
     from khtst_compile.targets.link import cross_compiler
 
@@ -170,9 +168,10 @@ def lower(
     records = _measured(tuned, output)
     # First what runs here: the process that compares results builds it.
     order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
-    for wanted in order:
-        cross_compiler(str(wanted.tvm_target()["mtriple"]))  # refuses before minutes of work
-    runner = _runner(str(t.tvm_target()["mtriple"]) for t in order) if emit_runner else None
+    triples = [str(t.tvm_target()["mtriple"]) for t in order]
+    for triple in triples:
+        cross_compiler(triple)  # refuses before minutes of work
+    runner = prepare(triples) if emit_runner else None
     with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
         if tune:  # before anything else computes
             from khtst_compile.lower.relax import kernel_graph
@@ -192,12 +191,6 @@ def lower(
             say(f"wrote a runner for {manifest['runner']['platform']}: {manifest['runner']['bytes'] / 1e6:.1f} MB")
         artifact.write_manifest(folder, {**manifest, "made_by": _made_by()})
     return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
-
-
-def _runner(triples: Iterable[str]) -> Emitter:
-    from khtst_compile.runner.emit import prepare
-
-    return prepare(triples)
 
 
 def export(

@@ -21,7 +21,7 @@ from khtst_compile.linears import Linear, calibrated_rows, find_linears, groups,
 from khtst_compile.ops.rotate import check_rotation
 from khtst_compile.program import Program, Rewriter, site_of
 from khtst_compile.quant.rotation import fit_rotation, rotate_columns
-from khtst_compile.quant.smoothing import GroupObjective
+from khtst_compile.quant.smoothing import GroupObjective, decibels
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Rotate:
             return facts
         without, rotated = (_held_error(rows, members, *form) for form in ((0, 0), (block, points)))
         if self.check and math.isfinite(without) and rotated > without:
-            return {"reason": f"not rotated: held-out error {_db(rotated)} dB with, {_db(without)} dB without"}
-        return {**facts, "held_db": {"before": _db(without), "after": _db(rotated)}}
+            return {"reason": f"not rotated: held-out error {decibels(rotated)} dB with, {decibels(without)} dB without"}
+        return {**facts, "held_db": {"before": decibels(without), "after": decibels(rotated)}}
 
 
 def _held_error(stats: ActivationStats, members: Sequence[Linear], block: int, points: int) -> float:
@@ -114,7 +114,3 @@ def _apply(rewriter: Rewriter, x: fx.Node, members: Sequence[Linear], block: int
         weight = linear.stored(rotate_columns(linear.weight, block, points))
         linear.set_weight(rewriter.add_tensor(f"{site_of(linear.node)}_rotated_weight", weight))
         linear.set_input(rotated)
-
-
-def _db(error: float) -> float | None:
-    return round(10 * math.log10(error), 2) if 0 < error < math.inf else None

@@ -24,7 +24,7 @@ from khtst_compile.linears import Linear, find_linears, groups, is_kept
 from khtst_compile.ops.rotate import check_rotation
 from khtst_compile.program import Program, Rewriter, site_of
 from khtst_compile.quant.rotation import fit_rotation
-from khtst_compile.quant.smoothing import GroupObjective, smooth_factors, weight_maxima, zero_channels
+from khtst_compile.quant.smoothing import GroupObjective, decibels, smooth_factors, weight_maxima, zero_channels
 from khtst_compile.quant.trust import BALANCES, Candidate, Evaluate, SearchResult, TrustOptions, search
 
 aten = torch.ops.aten
@@ -178,18 +178,13 @@ class _Choice:
         return {
             "layers": [site_of(linear.node) for linear in members],
             "alpha": "none" if self.alpha is None else round(self.alpha, 4),
-            "error_db": {"before": _db(self.result.none.error), "after": _db(now.error), "held": _db(now.held)},
+            "error_db": {"before": decibels(self.result.none.error), "after": decibels(now.error), "held": decibels(now.held)},
             "trust": round(now.trust, 4),
             "evals": self.result.evals,
             "start": self.result.start,
             "weighed": self.weighed,
             "zero_channels": zero_channels(self.x_max),
         }
-
-
-def _db(error: float) -> float | None:
-    """A relative squared error in dB; None where it is zero or not finite."""
-    return round(10 * math.log10(error), 2) if 0 < error < math.inf else None
 
 
 def _fixed(alpha: float, evaluate: Evaluate) -> SearchResult:
@@ -222,7 +217,7 @@ def _settle(program: Program, candidates: Mapping[fx.Node, Sequence[Linear]], ch
     best = min(errors, key=lambda plan: errors[plan] if math.isfinite(errors[plan]) else math.inf)
     for x, choice in chosen.items():
         choice.alpha = plans[best][x]
-    return {"output_error_db": {plan: _db(e) for plan, e in errors.items()}, "kept": best}
+    return {"output_error_db": {plan: decibels(e) for plan, e in errors.items()}, "kept": best}
 
 
 def _apply(

@@ -7,7 +7,6 @@ that read one activation share one quantizer.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +21,7 @@ from khtst_compile.ops.w8a8_linear import MAX_FEATURES
 from khtst_compile.program import Program, Rewriter, call_nodes, site_of
 from khtst_compile.quant.rounding import Compensation, output_error
 from khtst_compile.quant.scales import dequantize_weight, quantize_weight, static_scale
+from khtst_compile.quant.smoothing import decibels
 
 if TYPE_CHECKING:
     from khtst_compile.calibrate import Stats
@@ -203,11 +203,6 @@ def _quantizer(rewriter: Rewriter, linear: Linear, scale: torch.Tensor | None) -
     return rewriter.getitem(both, 0, linear.node), rewriter.getitem(both, 1, linear.node)
 
 
-def _db(error: float) -> float | None:
-    """A relative squared error in dB; None where it is zero or not finite."""
-    return round(10 * math.log10(error), 2) if 0 < error < math.inf else None
-
-
 def _free_key(taken: dict[str, Any], site: str) -> str:
     """`site`, numbered where one module is called more than once."""
     return site if site not in taken else next(k for n in range(2, len(taken) + 3) if (k := f"{site}#{n}") not in taken)
@@ -233,7 +228,7 @@ def _replace(rewriter: Rewriter, linear: Linear, weight: _Weight, codes: fx.Node
         "block": block,
         "points": points,
         "activations": "dynamic" if static is None else "static",
-        "weight_error_db": _db(float(error)),
+        "weight_error_db": decibels(float(error)),
         "rounding": weight.rounding,
-        "held_db": None if weight.held is None else {"nearest": _db(weight.held[0]), "chosen": _db(weight.held[1])},
+        "held_db": None if weight.held is None else {"nearest": decibels(weight.held[0]), "chosen": decibels(weight.held[1])},
     }

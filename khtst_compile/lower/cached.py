@@ -12,11 +12,10 @@ import torch
 from torch import fx
 
 from khtst_compile.lower.heads import merged_heads, replace_merged, sdpa_arguments
+from khtst_compile.lower.match import VIEWS
 from khtst_compile.program import Rewriter, arguments, call_nodes
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
-
-_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def fuse_cached_attention(rw: Rewriter) -> int:
@@ -53,7 +52,7 @@ def cache_rows(rw: Rewriter) -> int:
     Heads split and merged again would be copied once for each of the two.
     """
     count = 0
-    for rows in list(call_nodes(rw.graph, *_VIEWS)):
+    for rows in list(call_nodes(rw.graph, *VIEWS)):
         moved = arguments(rows)[0]
         if (
             not isinstance(moved, fx.Node)
@@ -78,7 +77,7 @@ def _past_and_new(whole: Any) -> tuple[fx.Node, fx.Node] | None:
     if len(parts) != 2 or axis not in (2, -2) or parts[0].target is not aten.permute.default:
         return None
     split, order = arguments(parts[0])
-    if list(order) != [1, 2, 0, 3] or split.target not in _VIEWS:
+    if list(order) != [1, 2, 0, 3] or split.target not in VIEWS:
         return None
     past = arguments(split)[0]
     value, (_, _, heads, head_dim) = past.meta["val"], split.meta["val"].shape

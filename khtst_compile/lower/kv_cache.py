@@ -13,12 +13,10 @@ from torch import fx
 
 from khtst_compile.lower.cached import causal
 from khtst_compile.lower.heads import merged_heads, replace_merged, sdpa_arguments
-from khtst_compile.lower.match import is_call
+from khtst_compile.lower.match import VIEWS, is_call
 from khtst_compile.program import Rewriter, arguments, call_nodes
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
-
-_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def fuse_int8_attention(rw: Rewriter) -> int:
@@ -56,7 +54,7 @@ def read_projections(rw: Rewriter) -> int:
     count = 0
     for node in list(call_nodes(rw.graph, khtst.quantize_cache.default)):
         for place, value in enumerate(arguments(node)[:2]):
-            moved: Any = arguments(value)[0] if is_call(value, *_VIEWS) else None
+            moved: Any = arguments(value)[0] if is_call(value, *VIEWS) else None
             if is_call(moved, aten.transpose.int) and tuple(moved.args[1:]) == (1, 2) and moved.args[0].meta["val"].dim() == 4:
                 node.update_arg(place, merged_heads(rw, moved.args[0], node))
         count += 1
@@ -84,7 +82,7 @@ def _kept(whole: Any) -> _Kept | None:
     if not is_call(product, aten.mul.Tensor) or not is_call(product.args[1], aten.unsqueeze.default):
         return None
     split, (its, axis) = product.args[0], product.args[1].args[:2]
-    if axis not in (3, -1) or not is_call(split, *_VIEWS) or not is_call(its, aten.slice.Tensor) or len(its.args) != 4:
+    if axis not in (3, -1) or not is_call(split, *VIEWS) or not is_call(its, aten.slice.Tensor) or len(its.args) != 4:
         return None
     wide = split.args[0]
     scales, axis, first, end = its.args

@@ -12,6 +12,9 @@ from khtst_compile.program import Rewriter, arguments, site_of
 
 aten = torch.ops.aten
 
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+"""What shows the same values in another shape."""
+
 
 def served(node: fx.Node) -> bool:
     """Do row kernels take a result of this dtype and number of axes?"""

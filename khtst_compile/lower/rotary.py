@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from khtst_compile.lower.match import bound, is_call, sole_user
+from khtst_compile.lower.match import VIEWS, bound, is_call, sole_user
 from khtst_compile.program import Rewriter, arguments, call_nodes
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
-
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def fuse_rotary(rw: Rewriter) -> int:
@@ -94,7 +92,7 @@ def _split(rw: Rewriter, x: fx.Node) -> tuple[fx.Node, fx.Node | None, float] | 
         view, _, gamma, eps = arguments(view)
         if gamma is None or not bound(rw, gamma):
             return None
-    if not is_call(view, *_VIEWS):
+    if not is_call(view, *VIEWS):
         return None
     source = arguments(view)[0]
     fits = source.meta["val"].dim() == 3 and isinstance(heads, int) and source.meta["val"].shape[2] == heads * width
@@ -116,7 +114,7 @@ def shared_heads(rw: Rewriter) -> int:
 
 def _repeated(node: Any) -> fx.Node | None:
     """x of reshape(expand(unsqueeze(x, 2)), (batch, heads, length, d)): each head several times in a row."""
-    if not is_call(node, *_VIEWS) or node.meta["val"].dim() != 4:
+    if not is_call(node, *VIEWS) or node.meta["val"].dim() != 4:
         return None
     expand = arguments(node)[0]
     if is_call(expand, aten.clone.default):

@@ -6,6 +6,7 @@ Layers that read one activation share `s`: their weight maxima are joint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,11 @@ def smooth_factors(x_max: torch.Tensor, w_max: torch.Tensor, alpha: torch.Tensor
     log_s = alpha * log_x - (1 - alpha) * log_w
     usable = (x_max > 0) & (w_max > 0) & x_max.isfinite() & w_max.isfinite()
     return torch.where(usable, torch.nan_to_num(log_s), torch.zeros_like(log_s)).exp()
+
+
+def decibels(error: float) -> float | None:
+    """A relative squared error in dB, to two digits for a report; None where it is zero or not finite."""
+    return round(10 * math.log10(error), 2) if 0 < error < math.inf else None
 
 
 def zero_channels(x_max: torch.Tensor) -> int:

@@ -85,6 +85,10 @@ def _added_pairs(a: Expr, b: Expr) -> Expr:
     return T.Bind(even + odd)
 
 
+_ONE = {"smull": multiply_pairs, "sdot": sdot, "smmla": smmla}
+"""What adds one register of products."""
+
+
 @dataclass(frozen=True)
 class ArmDot(Dot):
     """One way to sum on ARM."""
@@ -94,8 +98,7 @@ class ArmDot(Dot):
         return 32 if self.kind == "smmla" else 16
 
     def chain(self, old: Expr, weights: Expr, emulated: bool) -> Expr:
-        one = {"smull": multiply_pairs, "sdot": sdot, "smmla": smmla}[self.kind]
-        return one(old, T.Bind(T.reinterpret("int8x16", old)), T.Bind(weights[span(T.int64(0), REGISTER)]), emulated)
+        return _ONE[self.kind](old, T.Bind(T.reinterpret("int8x16", old)), T.Bind(weights[span(T.int64(0), REGISTER)]), emulated)
 
     def registers(self, rows: int, vectors: int) -> int:
         return rows * vectors * (LANES if self.kind == "smull" else 1)
@@ -146,7 +149,7 @@ class _ArmSums(Sums):
 
     def add(self, i: int, j: int, a: Expr, b: Expr) -> None:
         """One instruction's products of a row's codes and weights."""
-        one = {"smull": multiply_pairs, "sdot": sdot, "smmla": smmla}[self.dot.kind]
+        one = _ONE[self.dot.kind]
         store(self.acc[i][j], one(self.acc[i][j][span(0, LANES)], a, b, self.emulated), 0)
 
     def value(self, i: int, j: int) -> Expr:
@@ -226,7 +229,7 @@ class _Smmla(_ArmSums):
 
 
 DOTS = {
-    ("smull", 128): ArmDot("smull", LANES, 16, 4, "llvm.aarch64.neon.smull", vectors=1, whole_rows=True),
-    ("sdot", 128): ArmDot("sdot", LANES, 4, 8, "llvm.aarch64.neon.sdot", unroll=4, vectors=2, whole_rows=True),
-    ("smmla", 128): ArmDot("smmla", LANES, 8, 8, "llvm.aarch64.neon.smmla", unroll=2, vectors=2, whole_rows=True),
+    ("smull", 128): ArmDot("smull", LANES, 16, 4, vectors=1, whole_rows=True),
+    ("sdot", 128): ArmDot("sdot", LANES, 4, 8, unroll=4, vectors=2, whole_rows=True),
+    ("smmla", 128): ArmDot("smmla", LANES, 8, 8, unroll=2, vectors=2, whole_rows=True),
 }

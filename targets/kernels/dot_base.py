@@ -51,7 +51,6 @@ class Dot(ABC):
     lanes:        int32 lanes of a vector of columns.
     group:        consecutive k one step takes in.
     rows:         rows of a default tile, whose accumulators, weights, codes and products fill the register file.
-    intrinsic:    LLVM's name.
     unroll:       steps of one turn of the loop over k, by default.
     prefetch:     by default each step asks for the same step of the next panel. With 4 rows a panel that was not in the cache is used
                   up before hardware prefetching has followed: 9 % at 16 rows, 3 % at 128 (x86).
@@ -64,7 +63,6 @@ class Dot(ABC):
     lanes: int
     group: int
     rows: int
-    intrinsic: str
     unroll: int = 1
     prefetch: bool = False
     vectors: int = 0

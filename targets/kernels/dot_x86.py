@@ -27,10 +27,12 @@ from .vec import Expr, i32, lane, shuffle, small, span, splat, store
 class X86Dot(Dot):
     """One way to sum on x86.
 
+    intrinsic: LLVM's name.
     parts:     vectors of weights of one step: 1, or 2 for "pairs" (k 0, 1 and k 2, 3).
     baseline:  every machine the project runs on has it (AVX2); it is never emulated.
     """
 
+    intrinsic: str = ""
     parts: int = 1
     baseline: bool = False
 
@@ -161,9 +163,19 @@ _STREAMS = 4
 
 DOTS = {
     ("pairs", 256): X86Dot(
-        "pairs", 8, 4, 4, "llvm.x86.avx2.pmadd.wd", 2, prefetch=True, whole_rows=True, streams=_STREAMS, parts=2, baseline=True
+        "pairs",
+        8,
+        4,
+        4,
+        unroll=2,
+        intrinsic="llvm.x86.avx2.pmadd.wd",
+        prefetch=True,
+        whole_rows=True,
+        streams=_STREAMS,
+        parts=2,
+        baseline=True,
     ),
-    ("maddwd", 512): X86Dot("maddwd", 16, 2, 6, "llvm.x86.avx512.pmaddw.d.512", streams=_STREAMS),
-    ("dpbusd", 256): X86Dot("dpbusd", 8, 4, 6, "llvm.x86.avx512.vpdpbusd.256", streams=_STREAMS),
-    ("dpbusd", 512): X86Dot("dpbusd", 16, 4, 6, "llvm.x86.avx512.vpdpbusd.512", streams=_STREAMS),
+    ("maddwd", 512): X86Dot("maddwd", 16, 2, 6, intrinsic="llvm.x86.avx512.pmaddw.d.512", streams=_STREAMS),
+    ("dpbusd", 256): X86Dot("dpbusd", 8, 4, 6, intrinsic="llvm.x86.avx512.vpdpbusd.256", streams=_STREAMS),
+    ("dpbusd", 512): X86Dot("dpbusd", 16, 4, 6, intrinsic="llvm.x86.avx512.vpdpbusd.512", streams=_STREAMS),
 }

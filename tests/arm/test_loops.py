@@ -16,6 +16,7 @@ from khtst_compile.targets.kernels.ceiling import STEPS, Ceiling
 from khtst_compile.targets.kernels.gemm_f32 import GemmF32
 from khtst_compile.targets.kernels.gemm_i8 import GemmI8
 from khtst_compile.targets.kernels.rows import Lead
+from tests.targets import gemm_tools
 
 ROUNDS = 300
 
@@ -27,15 +28,8 @@ def assembly(function: object, isa: Isa) -> str:
 
 def hot_loops(text: str, instruction: str) -> list[list[str]]:
     """Innermost loops that hold an instruction, the longest first."""
-    lines, labels, loops = text.splitlines(), {}, []
-    for number, line in enumerate(lines):
-        if label := re.match(r"(\.LBB\w+):", line):
-            labels[label[1]] = number
-        jump = re.match(r"\t(?:b\.\w+|cbn?z|tbn?z)\t.*?(\.LBB\w+)", line)
-        if jump and jump[1] in labels:
-            body = [inner.partition("//")[0].rstrip() for inner in lines[labels[jump[1]] : number + 1]]
-            if not any(re.match(r"\.LBB", inner) for inner in body[1:]) and any(f"\t{instruction}\t" in i for i in body):
-                loops.append(body)
+    found = gemm_tools.hot_loops(text, f"\t{instruction}\t", r"\t(?:b\.\w+|cbn?z|tbn?z)\t.*?(\.LBB\w+)")
+    loops = [[line.partition("//")[0].rstrip() for line in body] for body in found]
     return sorted(loops, key=lambda body: -len(body))
 
 

@@ -45,13 +45,14 @@ def assembly(spec: Spec) -> str:
     return str(library(spec).inspect_source("asm"))
 
 
-def hot_loops(text: str, instruction: str) -> list[list[str]]:
-    """Innermost loops (lines from a label to the jump back to it) that hold an instruction."""
+def hot_loops(text: str, instruction: str, jump_line: str = r"\tj\w+\t(\.LBB\w+)") -> list[list[str]]:
+    """Innermost loops (lines from a label to the jump back to it) that hold an instruction. jump_line: a jump, as a pattern whose group is
+    its label; the default is x86's."""
     lines, labels, loops = text.splitlines(), {}, []
     for number, line in enumerate(lines):
         if label := re.match(r"(\.LBB\w+):", line):
             labels[label[1]] = number
-        jump = re.match(r"\tj\w+\t(\.LBB\w+)", line)
+        jump = re.match(jump_line, line)
         if jump and jump[1] in labels:
             body = lines[labels[jump[1]] : number + 1]
             if not any(re.match(r"\.LBB\w+:", inner) for inner in body[1:]) and any(instruction in i for i in body):
