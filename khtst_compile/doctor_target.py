@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from khtst_compile.doctor import BAD, NOTE, OK, Check
 from khtst_compile.errors import EnvironmentProblem, UsageError
 from khtst_compile.runner import libraries, platforms
+
+if TYPE_CHECKING:
+    from khtst_compile.targets.contract import Target
 
 PROBE = '#include <stdio.h>\nint main(int n, char** words) { return printf("%d\\n", words ? 4 * n : 0) < 0; }\n'
 ANSWER = "4"
@@ -56,20 +60,15 @@ def _command(triple: str) -> list[str]:
     return [found]
 
 
-def _kernel(target: object) -> Check:
+def _kernel(target: Target) -> Check:
     """Build the smallest real kernel for the target and link it."""
-    import tvm
-
     from khtst_compile.targets.cpu_target import CpuTarget
-    from khtst_compile.targets.kernels.softmax import Softmax, prim_func
-    from khtst_compile.targets.link import link
+    from khtst_compile.targets.link import link_probe
 
     assert isinstance(target, CpuTarget)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            module = tvm.IRModule({"probe": prim_func(Softmax(target.isa, 33)).with_attr("global_symbol", "probe")})
-            built = tvm.tirx.build(module, target=tvm.target.Target(target.tvm_target()))
-            link(built, Path(folder) / "kernel.so", str(target.tvm_target()["mtriple"]))
+            link_probe(target.isa, Path(folder) / "kernel.so")
         except (EnvironmentProblem, RuntimeError) as error:
             first = (str(error).splitlines() or ["no reason given"])[0]
             return Check(f"build {target.name}", BAD, first, "install apache-tvm again; `khtst-compile doctor` names its version")

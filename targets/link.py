@@ -5,14 +5,13 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from khtst_compile.errors import EnvironmentProblem
-from khtst_compile.runner.platforms import ZIG_GLIBC
+from khtst_compile.runner.platforms import ziglang
+from khtst_compile.targets.isa import Isa
 
 INSTALL = {"aarch64": "apt-get install g++-aarch64-linux-gnu"}
 """Processor -> the command that brings its cross compiler."""
@@ -27,8 +26,8 @@ def cross_compiler(triple: str) -> list[str] | None:
     name = f"{triple}-g++"
     if found := shutil.which(name):
         return [found]
-    if find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{triple}.{ZIG_GLIBC}"]
+    if command := ziglang(triple):
+        return command
     raise EnvironmentProblem(
         f"linking for {triple}: this machine is {platform.machine()}, {name} is not on the path and ziglang not in this Python; "
         f"needed: one of the two; {INSTALL.get(processor, 'install a cross compiler')} (Debian, Ubuntu), or pip install ziglang"
@@ -56,3 +55,14 @@ def link(module: Any, path: Path, triple: str) -> None:
         shared(command, output, objects)
 
     module.export_library(str(path), fcompile=fcompile)
+
+
+def link_probe(isa: Isa, path: Path) -> None:
+    """Build the smallest real kernel for an instruction set and link it at `path`. Raises as `link` does, and RuntimeError where TVM cannot
+    compile it."""
+    import tvm
+
+    from khtst_compile.targets.kernels.softmax import Softmax, prim_func
+
+    module = tvm.IRModule({"probe": prim_func(Softmax(isa, 33)).with_attr("global_symbol", "probe")})
+    link(tvm.tirx.build(module, target=tvm.target.Target(isa.tvm_target())), path, isa.triple)

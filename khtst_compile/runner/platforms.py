@@ -57,6 +57,11 @@ def of_triples(triples: Iterable[str]) -> Platform:
     return found.pop()
 
 
+def ziglang(triple: str) -> list[str] | None:
+    """A command that compiles C and links for a triple with this Python's ziglang; None where that is not installed."""
+    return [sys.executable, "-m", "ziglang", "cc", "-target", f"{triple}.{ZIG_GLIBC}"] if find_spec("ziglang") else None
+
+
 def compiler(target: Platform) -> list[str]:
     """A command that compiles C for the platform. Raises EnvironmentProblem that names what would bring one."""
     names = [f"{target.triple}-gcc"]
@@ -65,8 +70,8 @@ def compiler(target: Platform) -> list[str]:
     for name in names:
         if found := shutil.which(name):
             return [found]
-    if find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{target.triple}.{ZIG_GLIBC}"]
+    if command := ziglang(target.triple):
+        return command
     brings = "apt-get install gcc" if target.native else f"apt-get install {target.package}"
     raise EnvironmentProblem(
         f"--emit-runner: no C compiler for {target.name} (looked for {', '.join(names)}, and for ziglang in this Python); "
