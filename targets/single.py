@@ -10,6 +10,7 @@ import numpy.typing as npt
 import tvm
 
 from khtst_compile.targets.isa import Isa
+from khtst_compile.targets.pipeline import CPU
 
 Run = Callable[[], object]
 
@@ -17,7 +18,7 @@ Run = Callable[[], object]
 def compile_alone(functions: Mapping[str, Any], isa: Isa) -> Any:
     """Name -> PrimFunc compiled into one module, whose items are called with the tensors of `bind`."""
     named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
-    return tvm.tirx.build(tvm.IRModule(named), target=tvm.target.Target(isa.tvm_target()))
+    return tvm.tirx.build(tvm.IRModule(named), target=tvm.target.Target(isa.tvm_target()), pipeline=CPU)
 
 
 def tensors(arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:

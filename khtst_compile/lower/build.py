@@ -13,6 +13,7 @@ from khtst_compile.lower.plan import plan_memory, trust_weights
 from khtst_compile.lower.step import add_step
 from khtst_compile.targets.contract import Target
 from khtst_compile.targets.link import link
+from khtst_compile.targets.pipeline import CPU
 
 
 def _view(builder: Any, call: Any) -> Any:
@@ -88,7 +89,7 @@ def build(module: Any, target: Target) -> Any:
         for make in _TO_VM:
             module = make()(module)
         try:
-            return relax.build(module, target=chip, relax_pipeline=tvm.transform.Sequential([]))
+            return relax.build(module, target=chip, relax_pipeline=tvm.transform.Sequential([]), tir_pipeline=CPU)
         except (RuntimeError, ValueError, TypeError) as error:
             raise LoweringError(
                 f"TVM cannot compile this program for {target.name}: {str(error).strip().splitlines()[-1]}"
