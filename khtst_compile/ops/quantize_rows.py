@@ -5,7 +5,8 @@
     inv   = 127 / a,  scale = a / 127         per row (dynamic), or both given (static, one value for the tensor)
     code  = round_half_even(t * inv)          the product is rounded to float32 first; clamped to [-127, 127]
 
-A NaN gives code 0; an infinity makes `inv` zero, so finite entries of that row give 0.
+A NaN makes the scale of its row NaN, an infinity makes it infinite (dynamic), and the codes of either 0: what a linear layer makes of such
+a row is NaN, never a plausible number. A static scale is NaN too for a row that holds one; an infinity is clamped there.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ def quantize_rows_reference(
     t = x if inv_smooth is None else x * inv_smooth
     t = rotate_reference(t, block, points)
     if static_scale is None:
-        # fmax: a NaN must not decide the scale of its row
-        absmax = torch.where(t.isnan(), 0.0, t.abs()).amax(-1) if t.shape[-1] else t.new_zeros(t.shape[:-1])
+        absmax = t.abs().amax(-1) if t.shape[-1] else t.new_zeros(t.shape[:-1])
         a = absmax.clamp_min(TINY)
         # Tensor by tensor: torch computes number / tensor as number * reciprocal(tensor), which rounds twice.
         inv, scale = torch.full_like(a, LEVELS) / a, a / LEVELS
     else:
-        scale = static_scale.expand(t.shape[:-1]).clone()
+        scale = torch.where(t.isnan().any(-1), torch.nan, static_scale.expand(t.shape[:-1]))
         inv = (1.0 / static_scale).expand(t.shape[:-1])
     codes = torch.nan_to_num(torch.round(t * inv.unsqueeze(-1)), nan=0.0).clamp(-LEVELS, LEVELS).to(torch.int8)
     return codes, scale

@@ -9,8 +9,8 @@ For a row x of K float32, in this order (every step rounds to float32 once, so t
     static:   inv and scale are constants of the whole tensor
     code = roundeven(t * inv), clamped to [-127, 127]
 
-A NaN counts as nothing: it gets code 0 and does not enter the maximum. In a row with an infinity the scale is infinite and
-every code is 0, so the row's results come out as NaN and not as plausible numbers.
+A row that holds a NaN has scale NaN and no code but 0 (static: the NaN's); one with an infinity has scale infinity and no code but 0. What
+a linear layer makes of such a row is NaN and not plausible numbers. Static, an infinity is clamped.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from khtst_compile.targets.kernels.vec import (
     across,
     at_least,
     at_most,
+    bits,
     f32,
     i32,
     lane,
@@ -67,6 +68,8 @@ LEVELS = 127
 """Largest code; -128 is not used, so that codes are symmetric."""
 FLOOR = np.float32(1e-30)
 """Smallest absolute maximum of a row: a zero row gets zero codes and a finite scale."""
+INFINITY = 0x7F800000
+"""Its bits: magnitudes above are NaN."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,25 @@ PER_ROW = Quantizer()
 """Dynamic, nothing before it."""
 
 
+def new_peak(lanes: int = LANES) -> Expr:
+    """Running maxima of |value|, as bits: magnitudes compare as integers, and a NaN is larger than them all."""
+    peak = small(lanes, "int32")
+    store(peak, bits(f32(float(FLOOR), lanes)), 0)
+    return peak
+
+
 def track(peak: Expr, values: Expr) -> None:
-    """Raise the running maxima of |value|; the comparison is false for a NaN, which therefore leaves them as they are."""
-    store(peak, T.max(absolute(values), peak[span(0, lanes_of(values))]), 0)
+    """Raise running maxima."""
+    store(peak, T.max(bits(absolute(values)), peak[span(0, lanes_of(values))]), 0)
+
+
+def largest(peak: Expr, lanes: int = LANES) -> Expr:
+    """The largest of running maxima, a scalar; NaN where any value was."""
+    return T.Bind(T.reinterpret("float32", _largest_bits(peak, lanes)))
+
+
+def _largest_bits(peak: Expr, lanes: int = LANES) -> Expr:
+    return lane(across(peak[span(0, lanes)], T.max))
 
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
@@ -185,8 +204,7 @@ class RowQuantizer:
     def _prepare(self, place: Place) -> None:
         rotation, static = self.spec.rotation, self.spec.static
         lanes = LANES if rotation is None else HALF
-        peak = small(lanes)
-        store(peak, f32(float(FLOOR), lanes), 0)
+        peak = None if static else new_peak(lanes)
         source, kept = self._smoothed(place), self._kept(place)
         at = T.Bind(place.slot * round_up(self.width))
 
@@ -209,7 +227,7 @@ class RowQuantizer:
                 source = lambda off, valid, lanes: T.Bind(kept[span(at + off, lanes)])  # noqa: E731
             emit_rotation(rotation, source, kept, at, self.width, visit)
         if not static:
-            amax = T.Bind(lane(across(peak[span(0, lanes)], T.max)))
+            amax = largest(peak, lanes)
             T.buffer_store(self.flat[f"scale{self.tag}"], amax / T.float32(LEVELS), [place.row])
             T.buffer_store(place.scratch["inverse"], T.float32(LEVELS) / amax, [place.slot])
 
@@ -218,14 +236,19 @@ class RowQuantizer:
         inv = T.Bind(splat(self.flat[f"inv{self.tag}"][0] if static else place.scratch["inverse"][place.slot]))
         base, at = T.Bind(place.row * round_up(self.width)), T.Bind(place.slot * round_up(self.width))
         source, kept = self._smoothed(place), self._kept(place)
+        peak = new_peak() if static else None
 
         def one(off: Expr, valid: int) -> None:
             value = T.Bind(kept[span(at + off)]) if self._keeps else source(off, valid, LANES)
+            if static:
+                track(peak, value)
             emit_codes(self.isa, codes, base + off, value, inv, static)
 
         each_vector(self.width, one, unroll=2)
         if static:
-            T.buffer_store(self.flat[f"scale{self.tag}"], self.flat[f"static_scale{self.tag}"][0], [place.row])
+            is_nan = _largest_bits(peak) > T.int32(INFINITY)
+            scale = T.Select(is_nan, T.float32(float("nan")), self.flat[f"static_scale{self.tag}"][0])
+            T.buffer_store(self.flat[f"scale{self.tag}"], scale, [place.row])
 
 
 @dataclass(frozen=True)
@@ -315,9 +338,9 @@ def reference_codes(
             t = rotation_reference(t, quantizer.rotation)
         if quantizer.static:
             factor = np.full(v.shape[:-1], inv, np.float32)
-            scale = np.full(v.shape[:-1], static_scale, np.float32)
+            scale = np.where(np.isnan(t).any(axis=-1), np.float32(np.nan), np.float32(static_scale))
         else:
-            amax = np.maximum(np.nan_to_num(np.abs(t), nan=0.0, posinf=np.inf).max(axis=-1, initial=0), FLOOR)
+            amax = np.maximum(np.abs(t).max(axis=-1, initial=0), FLOOR)
             factor, scale = np.float32(LEVELS) / amax, amax / np.float32(LEVELS)
         scaled = t * factor[..., None]
         code = np.clip(np.rint(np.nan_to_num(scaled, nan=0.0, posinf=LEVELS, neginf=-LEVELS)), -LEVELS, LEVELS)

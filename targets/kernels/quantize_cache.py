@@ -21,9 +21,9 @@ from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.kernels.attention_spec import Operand
-from khtst_compile.targets.kernels.quantize import FLOOR, LEVELS, PER_ROW, reference_codes, rounded_codes, track
+from khtst_compile.targets.kernels.quantize import LEVELS, PER_ROW, largest, new_peak, reference_codes, rounded_codes, track
 from khtst_compile.targets.kernels.rows import Phase, Place, each_vector, for_rows, load, save
-from khtst_compile.targets.kernels.vec import LANES, Expr, Floats, across, f32, lane, small, span, splat, store
+from khtst_compile.targets.kernels.vec import LANES, Expr, Floats, splat
 
 _TENSORS = ("k", "v")
 
@@ -97,15 +97,14 @@ def _phases(spec: QuantizeCache, flat: dict[str, Expr], position: Callable[[Plac
         for at, (name, operand) in enumerate(zip(_TENSORS, (spec.k, spec.v), strict=True)):
             begin = T.Bind(place.row * operand.row + operand.offset)
             with T.serial(T.int64(0), T.int64(spec.kv_heads)) as head:
-                peak = small()
-                store(peak, f32(float(FLOOR)), 0)
+                peak = new_peak()
                 start = T.Bind(begin + head * spec.head_dim)
 
                 def look(off: Expr, valid: int, name: str = name, start: Expr = start, peak: Expr = peak) -> None:
                     track(peak, load(flat[name], start + off, valid))
 
                 each_vector(spec.head_dim, look)
-                amax = T.Bind(lane(across(peak[span(0)], T.max)))
+                amax = largest(peak)
                 place_of_head = T.Bind(head + at * spec.kv_heads)
                 T.buffer_store(flat["scales"], amax / T.float32(LEVELS), [out + place_of_head])
                 T.buffer_store(place.scratch["inverse"], T.float32(LEVELS) / amax, [place.slot * heads + place_of_head])

@@ -82,3 +82,12 @@ def test_static_scale_spans_the_percentile() -> None:
 
 def test_scales_of_a_weight_without_columns() -> None:
     assert weight_scales(torch.zeros(2, 0)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("static", [None, torch.tensor([0.1])])
+def test_a_nan_makes_the_scale_of_its_row_nan_and_no_other(static: torch.Tensor | None) -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    x[1, 5] = torch.nan
+    codes, scale = quantize_rows_reference(x, None, static, 0, 0)
+    assert scale.isnan().tolist() == [False, True, False]
+    assert codes[1, 5] == 0 and torch.equal(codes[0], quantize_rows_reference(x[:1], None, static, 0, 0)[0][0])
