@@ -78,7 +78,10 @@ def _loops(rows: Rows) -> list[str]:
     seen = set[tuple[str, str]]()
     for row in rows:
         for kernel in row.get("kernels", []):
-            key = (row["variant"], kernel["name"])
+            # The body of a parallel loop is a function without a name, so it counts as the last of TVM's helpers before it.
+            unnamed = kernel["name"].startswith("__tvm_set_raised")
+            name = f"{row['task']}: parallel loop" if unnamed else kernel["name"]
+            key = (row["variant"], name)
             if key in seen or "loop" not in kernel:
                 continue
             seen.add(key)
@@ -91,7 +94,7 @@ def _loops(rows: Rows) -> list[str]:
             )
             cells = [
                 row["variant"],
-                kernel["name"],
+                name,
                 f"{kernel['instructions'] / 1e6:.2f}",
                 loop["instructions"],
                 f"{loop['share']:.0%}",
