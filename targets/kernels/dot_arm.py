@@ -1,8 +1,10 @@
 """How ARM sums products of int8: each instruction beside its executable meaning in plain vectors.
 
 smull    acc[n] += 16 products of a row and column n in 4 partial sums: smull and smlal2 leave pairs of products in int16 (codes and
-         weights are within +-127, so 2 * 127 * 127 = 32,258 fits), sadalp adds neighboring pairs to int32. A register of partial
-         sums belongs to one row and one column; at the end a tree of addp brings four columns into one vector. Every 64-bit ARM.
+         weights are within +-127, so 2 * 127 * 127 = 32,258 fits), sadalp adds neighboring pairs to int32. Four products fit as well
+         where their weights are small enough, as nearly all are once steps over k are paired for it (step_order.py): smlal and
+         smlal2 add those of a second step before the one sadalp. A register of partial sums belongs to one row and one column; at
+         the end a tree of addp brings four columns into one vector. Every 64-bit ARM.
 sdot     acc[n] += 4 products of a row and of each of 4 columns; a row's 4 codes are one 32-bit lane of a register that holds 16.
 smmla    acc[2 x 2] += 8 products of each of 2 rows and 2 columns. Rows are interleaved in pairs before anything else, once for all
          panels, since their 8 codes have to stand side by side in one register.
@@ -20,12 +22,15 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 
 from .dot_base import Codes, Dot, Sums
+from .smull_pair import pair_name, pair_registers, pair_source
 from .vec import Expr, i32, keep, lanes_of, shuffle, shuffle2, small, span, store
 
 REGISTER = 16
 """Bytes of a register."""
 LANES = 4
 """int32 lanes of a register."""
+REGISTERS = 32
+"""Vector registers."""
 
 
 def _even_odd(value: Expr) -> tuple[Expr, Expr]:
@@ -173,6 +178,23 @@ class _Smull(_ArmSums):
             for i, row in enumerate(rows):
                 self.add(i, j, row, column)
 
+    def together(self) -> tuple[int, ...]:
+        # Two pairs in a turn, for it takes a while until chains of both fill the registers; then the pair left over, if there is one.
+        return tuple(steps for steps in (4, 2) if pair_registers(*self.blocks(), steps) <= REGISTERS)
+
+    def pairs(self, steps: list[Expr], weights: Expr, at: list[Expr]) -> None:
+        if self.emulated:
+            for step, start in zip(steps, at, strict=True):
+                self.step(step, 0, 1, weights, start)
+            return
+        size = (*self.blocks(), len(steps))
+        sums = [T.address_of(a[0]) for row in self.acc for a in row]
+        rows = [T.address_of(self.codes.buffer[(self.first + i) * self.codes.width]) for i in range(self.count)]
+        with T.attr(T.int32(0), "pragma_import_llvm", pair_source(*size)):
+            T.evaluate(
+                T.call_extern("int32", pair_name(*size), *sums, *rows, *steps, *(T.address_of(weights[start]) for start in at))
+            )
+
     def result(self) -> list[list[Expr]]:
         def vector(i: int, j: int) -> Expr:
             a, b, c, d = (self.value(i, LANES * j + n) for n in range(LANES))
@@ -229,7 +251,7 @@ class _Smmla(_ArmSums):
 
 
 DOTS = {
-    ("smull", 128): ArmDot("smull", LANES, 16, 4, vectors=1, whole_rows=True),
+    ("smull", 128): ArmDot("smull", LANES, 16, 4, vectors=1, whole_rows=True, pairs=True),
     ("sdot", 128): ArmDot("sdot", LANES, 4, 8, unroll=4, vectors=2, whole_rows=True),
     ("smmla", 128): ArmDot("smmla", LANES, 8, 8, unroll=2, vectors=2, whole_rows=True),
 }

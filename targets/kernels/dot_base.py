@@ -38,6 +38,15 @@ class Sums(ABC):
     def step(self, turn: Expr, place: int, unroll: int, weights: Expr, at: Expr) -> None:
         """Emit step `turn * unroll + place` over k, whose packed weights start at byte `at` of the flat int8 buffer."""
 
+    def together(self) -> tuple[int, ...]:
+        """How many steps `pairs` takes, most first; nothing where a tile leaves no registers for it."""
+        return ()
+
+    def pairs(self, steps: list[Expr], weights: Expr, at: list[Expr]) -> None:
+        """Emit an even number of steps, whose packed weights start at bytes `at` and hold two by two to `step_order`. Only where
+        `Dot.pairs`."""
+        raise NotImplementedError
+
     @abstractmethod
     def result(self) -> list[list[Expr]]:
         """The sums, int32 vectors [row][vector of columns]."""
@@ -55,6 +64,7 @@ class Dot(ABC):
     prefetch:     by default each step asks for the same step of the next panel. With 4 rows a panel that was not in the cache is used
                   up before hardware prefetching has followed: 9 % at 16 rows, 3 % at 128 (x86).
     vectors:      most vectors of a default panel; 0: what `panels_of` chooses.
+    pairs:        two steps are taken at once where narrower sums hold the products of both, in an order that the weights decide.
     streams:      panels a single row walks side by side, each an equal part of the matrix from the next.
     whole_rows:   steps cover stored rows of codes with what fills them up, and not k alone: turns then come out even.
     """
@@ -67,6 +77,7 @@ class Dot(ABC):
     prefetch: bool = False
     vectors: int = 0
     whole_rows: bool = False
+    pairs: bool = False
     streams: int = 1
 
     @property

@@ -12,7 +12,7 @@ vector of weights per column vector, one broadcast of codes and one product have
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,8 +27,9 @@ from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
 from .act import activation
-from .dot import Codes, Dot, dot_of
+from .dot import Codes, Dot, Sums, dot_of
 from .rows import LEAD2, Arguments, Lead, round_up
+from .step_order import step_order
 from .tiles import Panels, Sink, Tile, ask_ahead, for_tiles, panels_of
 from .vec import Expr, Floats, fma, fma_reference, span, splat, to_float
 
@@ -77,6 +78,10 @@ class GemmI8:
             raise LoweringError(f"{self.name}: output 'acc' has no activation or residual; use output 'float32'")
         activation(self.act)
         self.dot.check_rows(self.how.rows, self.name)
+        if self.dot.pairs and self.how.unroll != 1:
+            raise LoweringError(
+                f"{self.name}: turns of {self.how.unroll} steps; {self.isa.name} takes them in pairs; needed unroll 1"
+            )
         self.how.check(self.isa, self.name, self.steps, self.dot.registers(self.how.rows, self.how.vectors))
 
     @property
@@ -140,6 +145,8 @@ def prim_func(spec: GemmI8) -> tirx.PrimFunc:
         args.rows("codes", spec.codes_width, spec.isa.codes_dtype)
         args.rows("a_scale", None)
         args.vector("weights", panels.count * spec.steps * panels.vectors * dot.bytes, "int8")
+        if dot.pairs:
+            args.vector("order", panels.count * (1 + spec.steps), "int16")
         if spec.needs_compensation:
             args.vector("compensation", panels.padded, "int32")
         args.vector("w_scale", panels.padded)
@@ -198,6 +205,10 @@ def _sums(spec: GemmI8, flat: dict[str, Expr], codes: Codes, side: list[Expr], f
     # Several streams are prefetched by themselves; asking, too, would cost a tenth.
     ahead = spec.how.ahead if count > 1 else spec.how.ahead_few if len(side) == 1 else 0
     ask = ask_ahead(flat["weights"], panels, side, size, spec.steps, 1, ahead)
+    if dot.pairs:
+        for panel, base, tile in zip(side, bases, sums, strict=True):
+            _in_order(spec, flat, panel, base, tile, ask)
+        return [tile.result() for tile in sums]
     with T.serial(T.int64(0), T.int64(spec.steps // unroll)) as turn:
         for place in range(unroll):
             step = turn * unroll + place
@@ -208,6 +219,32 @@ def _sums(spec: GemmI8, flat: dict[str, Expr], codes: Codes, side: list[Expr], f
     return [tile.result() for tile in sums]
 
 
+def _in_order(
+    spec: GemmI8, flat: dict[str, Expr], panel: Expr, base: Expr, tile: Sums, ask: Callable[[Expr], None] | None
+) -> None:
+    """Emit all steps of a panel: first those that go in pairs, then the others. ask: what `ask_ahead` returned."""
+    order, size = flat["order"], spec.panels.vectors * spec.dot.bytes
+    start = T.Bind(panel * (1 + spec.steps))
+    paired = T.Bind(T.cast(order[start], "int64"))
+
+    def step(place: Expr) -> Expr:
+        number = T.Bind(T.cast(order[start + 1 + place], "int64"))
+        if ask is not None:
+            ask(number)
+        return number
+
+    done: Expr = T.int64(0)
+    for together in tile.together():
+        turns = T.Bind(T.truncdiv(paired - done, T.int64(together)))
+        with T.serial(T.int64(0), turns) as turn:
+            steps = [step(done + turn * together + i) for i in range(together)]
+            tile.pairs(steps, flat["weights"], [T.Bind(base + s * size) for s in steps])
+        done = T.Bind(done + turns * together)
+    with T.serial(T.int64(0), T.int64(spec.steps) - done) as single:
+        alone = step(done + single)
+        tile.step(alone, 0, 1, flat["weights"], T.Bind(base + alone * size))
+
+
 def pack(
     spec: GemmI8, weights: npt.NDArray[np.int8], w_scale: Floats, bias: Floats | None = None
 ) -> list[npt.NDArray[np.generic]]:
@@ -215,8 +252,9 @@ def pack(
 
     weights:  (n, k) int8 in [-127, 127].
     w_scale:  (n,) float32; bias: (n,) float32 or None for zero.
-    returns:  weights [panel, step of k, vector, part, lane, k] int8, flat (see Dot); [what the sums of each column start
-              at, (padded n,) int32, where `needs_compensation`]; w_scale and bias (padded n,) float32.
+    returns:  weights [panel, step of k, vector, part, lane, k] int8, flat (see Dot); [what `step_order` finds, int16, flat, where
+              steps go in pairs]; [what the sums of each column start at, (padded n,) int32, where `needs_compensation`]; w_scale and
+              bias (padded n,) float32.
     Raises LoweringError when a shape does not fit or a weight is -128.
     """
     if weights.shape != (spec.n, spec.k) or w_scale.shape != (spec.n,):
@@ -229,6 +267,8 @@ def pack(
     padded = np.zeros((panels.padded, spec.steps * dot.group), np.int8)
     padded[: spec.n, : spec.k] = weights
     packed: list[npt.NDArray[np.generic]] = [layout(spec).apply(weights)]
+    if dot.pairs:
+        packed.append(step_order(padded, panels.width, dot.group).reshape(-1))
     start = dot.column_start(padded, spec.isa.codes_offset)
     if start is not None:
         packed.append(start)

@@ -48,6 +48,25 @@ def test_sums_are_exact(isa: Isa, runner: Path, tmp_path: Path) -> None:
 
 
 @each_isa
+def test_sums_are_exact_where_steps_go_in_pairs(isa: Isa, runner: Path, tmp_path: Path) -> None:
+    # Weights as a model has them; steps of 1 to 13, so that pairs come alone, in twos, and with a step left over.
+    rng = np.random.default_rng(7)
+    specs = {k: GemmI8(isa, 20, k, Lead(1), output="acc") for k in (16, 40, 48, 64, 100, 128, 200)}
+    library = build_kernels({f"g{k}": gemm_i8.prim_func(s) for k, s in specs.items()}, isa, tmp_path / "g.so")
+    calls, wants = [], []
+    for k, spec in specs.items():
+        weights = np.clip(rng.normal(0, 35, (20, k)).round(), -127, 127).astype(np.int8)
+        for m in (1, 2, 3, 4, 11):
+            # The largest codes, of the sign that makes every sum as large as it can be.
+            codes = np.where(rng.random((m, 1)) < 0.5, 127, -127) * np.where(weights[m] < 0, -1, 1)
+            codes, *rest = codes.astype(np.int8), *codes_and_weights(m, 20, k)[2:]
+            calls.append(int8_call(f"g{k}", spec, codes, weights, *rest))
+            wants.append(codes.astype(np.int64) @ weights.astype(np.int64).T)
+    for got, want in zip(run_kernels(library, calls, CPUS[isa.name], tmp_path, runner), wants, strict=True):
+        assert (got[0] == want).all()
+
+
+@each_isa
 def test_extreme_codes_and_what_lies_beyond_k(isa: Isa, runner: Path, tmp_path: Path) -> None:
     m, n, k = 5, 17, 4099
     spec, short = GemmI8(isa, n, k, Lead(1), output="acc"), GemmI8(isa, n, 33, Lead(1), output="acc")
