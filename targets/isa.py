@@ -11,8 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from khtst_compile.errors import UsageError
+
 _AVX2_FLAGS = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+SYSTEMS = {"x86_64": ("gnu", "musl"), "aarch64": ("gnu", "musl", "android")}
+"""Processor -> the C libraries of Linux systems that programs for it are linked for."""
 
 
 @dataclass(frozen=True)

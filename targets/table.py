@@ -29,9 +29,10 @@ FAMILIES = {
 }
 
 
-def variants(name: str) -> tuple[Target, ...]:
-    """What an artifact for that target is built for. Raises UsageError as `target` does."""
-    return tuple(target(n) for n in FAMILIES.get(name, (name,)))
+def variants(name: str, triple: str | None = None) -> tuple[Target, ...]:
+    """What an artifact for that target is built for, on the system of a triple. Raises UsageError as `target` and `Target.on` do."""
+    found = tuple(target(n) for n in FAMILIES.get(name, (name,)))
+    return found if triple is None else tuple(t.on(triple) for t in found)
 
 
 def target(name: str) -> Target:
