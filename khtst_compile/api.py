@@ -195,6 +195,22 @@ def lower(
     return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
 
 
+def kernels(output: str | Path, *, linears: Sequence[str], target: str = "armv7-neon") -> Path:
+    """Compile int8 layers as a C library with a header, for a processor that TVM has no runtime for; returns the folder.
+
+    linears: output by input features of each layer, "1536x384". Raises UsageError for sizes and targets there are no libraries for,
+    EnvironmentProblem where there is no cross compiler.
+    """
+    from khtst_compile.targets import library
+
+    wanted = library.sizes(linears)
+    library.tools(library.instructions(target))  # refuses before anything is written
+    output = as_path(output, "output")
+    with artifact.staging(output) as folder:
+        library.write(target, wanted, folder)
+    return output.absolute()
+
+
 def export(
     quantized: str | Path,
     output: str | Path,

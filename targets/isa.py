@@ -38,6 +38,7 @@ class Isa:
                     (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
                     "smmla" (ARM).
     options:        of LLVM itself, as its command line has them.
+    rounds:         whether it converts float to the nearest integer in one instruction.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -52,6 +53,7 @@ class Isa:
     dot: str
     triple: str = "x86_64-linux-gnu"
     options: tuple[str, ...] = ()
+    rounds: bool = True
     emulated: bool = False
 
     @property
@@ -66,7 +68,17 @@ class Isa:
             target["mattr"] = list(self.mattr)
         if self.options:
             target["cl-opt"] = list(self.options)
+        if self.triple.endswith("hf"):
+            target["mfloat-abi"] = "hard"
         return target
+
+    def on(self, triple: str) -> Isa:
+        """The same instructions on another system. Raises UsageError where nothing is linked for it."""
+        processor = self.triple.partition("-")[0]
+        known = [f"{processor}-linux-{system}" for system in SYSTEMS[processor]]
+        if triple not in known:
+            raise UsageError(f"triple {triple!r}: {self.name} is built for {', '.join(known)}; choose one of these")
+        return replace(self, triple=triple)
 
     def emulate(self) -> Isa:
         """The same kernels, built for plain AVX2."""
@@ -92,6 +104,22 @@ def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str
 NEON = _arm("neon", ("+neon",), ("asimd",), "smull")
 DOTPROD = _arm("dotprod", ("+neon", "+dotprod"), ("asimd", "asimddp"), "sdot")
 I8MM = _arm("i8mm", ("+neon", "+dotprod", "+i8mm"), ("asimd", "asimddp", "i8mm"), "smmla")
+
+ARMV7 = Isa(
+    "armv7",
+    "generic",
+    ("+neon", "+vfp4"),
+    ("neon", "vfpv4"),
+    "int8",
+    0,
+    128,
+    16,
+    "vmull",
+    "armv7-linux-gnueabihf",
+    _ARM_OPTIONS,
+    False,
+)
+"""32-bit ARM with NEON and fused multiply-add (Cortex-A5, A7, A15 and later); for targets/library.py alone."""
 
 X86_ISAS = (AVX512VNNI, AVX512, AVXVNNI, AVX2)
 """Those of x86-64, the fastest first."""

@@ -50,11 +50,13 @@ from khtst_compile.targets.kernels.vec import (
     across,
     at_least,
     at_most,
+    bits,
     f32,
     i32,
     lane,
     lanes_of,
     mul,
+    rounded,
     small,
     span,
     splat,
@@ -65,6 +67,8 @@ __all__ = ["PER_ROW", "QuantizeRows", "Quantizer", "Rotation", "RowQuantizer", "
 
 LEVELS = 127
 """Largest code; -128 is not used, so that codes are symmetric."""
+ROUNDING = 12_582_912.0  # 1.5 * 2**23: a float32 of this size has no fraction
+ROUNDING_BITS = 0x4B400000
 FLOOR = np.float32(1e-30)
 """Smallest absolute maximum of a row: a zero row gets zero codes and a finite scale."""
 
@@ -115,20 +119,23 @@ def track(peak: Expr, values: Expr) -> None:
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
     """Store 16 codes of t * inv."""
-    whole = rounded_codes(t, inv, static)
+    whole = rounded_codes(t, inv, static, isa.rounds)
     if isa.codes_offset:
         whole = whole + i32(isa.codes_offset)
     store(codes, T.cast(whole, f"{isa.codes_dtype}x16"), at)
 
 
-def rounded_codes(t: Expr, inv: Expr, static: bool = False) -> Expr:
+def rounded_codes(t: Expr, inv: Expr, static: bool = False, rounds: bool = True) -> Expr:
     """16 codes of t * inv as int32. In a dynamic row |t * inv| <= 127 holds by itself; a static one is clamped.
 
-    The conversion turns NaN into the integer -2**31 (x86) or 0 (ARM): either way the narrow code is 0.
+    The conversion turns NaN into the integer -2**31 (x86) or 0 (ARM): either way the narrow code is 0. Where no instruction rounds
+    (`rounds`), adding 1.5 * 2**23 leaves the nearest integer in the low bits, and 0 there for NaN.
     """
     scaled = mul(t, inv)
     if static:
         scaled = T.Bind(at_most(at_least(scaled, f32(-LEVELS)), f32(LEVELS)))
+    if not rounds:
+        return bits(T.Bind(rounded(scaled + f32(ROUNDING)))) - i32(ROUNDING_BITS)
     return T.call_llvm_pure_intrin("int32x16", "llvm.lrint.v16i32.v16f32", scaled)
 
 
