@@ -39,6 +39,7 @@ class Isa:
                     "smmla" (ARM).
     options:        of LLVM itself, as its command line has them.
     rounds:         whether it converts float to the nearest integer in one instruction.
+    fence:          an LLVM intrinsic of one int32 that does nothing, and that no load is moved across; "" where registers suffice anyway.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -54,6 +55,7 @@ class Isa:
     triple: str = "x86_64-linux-gnu"
     options: tuple[str, ...] = ()
     rounds: bool = True
+    fence: str = ""
     emulated: bool = False
 
     @property
@@ -82,8 +84,9 @@ class Isa:
 
     def emulate(self) -> Isa:
         """The same kernels, built for plain AVX2."""
-        machine = {"triple": AVX2.triple, "mcpu": AVX2.mcpu, "mattr": AVX2.mattr, "cpu_flags": AVX2.cpu_flags, "options": ()}
-        return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)  # type: ignore[arg-type]
+        kept = ("triple", "mcpu", "mattr", "cpu_flags", "options", "fence")
+        machine = {name: getattr(AVX2, name) for name in kept}
+        return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)
 
 
 AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "pairs")
@@ -98,7 +101,9 @@ _ARM_OPTIONS = ("-vectorize-loops:bool=0", "-vectorize-slp:bool=0")
 
 
 def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
-    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS)
+    return Isa(
+        name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS, fence="llvm.aarch64.hint"
+    )
 
 
 NEON = _arm("neon", ("+neon",), ("asimd",), "smull")

@@ -28,7 +28,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.act import activation
-from khtst_compile.targets.kernels.rotation import HALF, Rotation, emit_rotation, rotation_reference
+from khtst_compile.targets.kernels.rotation import MOST, Rotation, emit_rotation, rotation_reference
 from khtst_compile.targets.kernels.rows import (
     LEAD2,
     Arguments,
@@ -112,9 +112,9 @@ PER_ROW = Quantizer()
 """Dynamic, nothing before it."""
 
 
-def track(peak: Expr, values: Expr) -> None:
-    """Raise the running maxima of |value|; the comparison is false for a NaN, which therefore leaves them as they are."""
-    store(peak, T.max(absolute(values), peak[span(0, lanes_of(values))]), 0)
+def track(peak: Expr, values: Expr, at: int = 0) -> None:
+    """Raise the running maxima of |value| from lane `at`; the comparison is false for a NaN, which therefore leaves them as they are."""
+    store(peak, T.max(absolute(values), peak[span(at, lanes_of(values))]), at)
 
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
@@ -191,15 +191,15 @@ class RowQuantizer:
 
     def _prepare(self, place: Place) -> None:
         rotation, static = self.spec.rotation, self.spec.static
-        lanes = LANES if rotation is None else HALF
+        lanes = LANES if rotation is None else MOST
         peak = small(lanes)
         store(peak, f32(float(FLOOR), lanes), 0)
         source, kept = self._smoothed(place), self._kept(place)
         at = T.Bind(place.slot * round_up(self.width))
 
-        def visit(values: Expr) -> None:
+        def visit(values: Expr, part: int = 0) -> None:
             if not static:
-                track(peak, values)
+                track(peak, values, part * lanes_of(values) % lanes)
 
         def one(off: Expr, valid: int) -> None:
             value = source(off, valid, LANES)
@@ -214,7 +214,7 @@ class RowQuantizer:
                 values = source
                 each_vector(self.width, lambda off, valid: store(kept, values(off, valid, LANES), at + off))
                 source = lambda off, valid, lanes: T.Bind(kept[span(at + off, lanes)])  # noqa: E731
-            emit_rotation(rotation, source, kept, at, self.width, visit)
+            emit_rotation(self.isa, rotation, source, kept, at, self.width, visit)
         if not static:
             amax = T.Bind(lane(across(peak[span(0, lanes)], T.max)))
             T.buffer_store(self.flat[f"scale{self.tag}"], amax / T.float32(LEVELS), [place.row])
