@@ -143,6 +143,7 @@ def lower(
     tune: float = 0.0,
     tuned: str | Path | None = None,
     emit_runner: bool = False,
+    triple: str | None = None,
     report: Report | None = None,
     progress: ProgressFactory | None = None,
 ) -> Result:
@@ -154,11 +155,12 @@ def lower(
     tune: seconds to measure, on this machine, which tiles its matrix products are fastest with; results do not depend on it.
     tuned: a "library" artifact whose measurements are taken up; without it those of the artifact that is replaced at `output`.
     emit_runner: also write a folder "runner" that runs it on a device without Python; see runner.emit for what that needs.
+    triple: the system it will run on, where that is not Linux with glibc, such as "aarch64-linux-musl"; see targets.link.
     """
     from khtst_compile.lower.variants import HELPERS, Helpers
     from khtst_compile.runner.emit import prepare
     from khtst_compile.targets import table
-    from khtst_compile.targets.link import cross_compiler
+    from khtst_compile.targets.link import linker
 
     if not isinstance(tune, (int, float)) or not 0 <= tune < float("inf"):
         raise UsageError(f"lower: tune is {tune!r} seconds; needed: 0 or more")
@@ -167,10 +169,10 @@ def lower(
     _keep_apart(source.path, output)
     records = _measured(tuned, output)
     # First what runs here: the process that compares results builds it.
-    order = sorted(table.variants(target), key=lambda t: t.unavailable() is not None)
+    order = sorted(table.variants(target, triple), key=lambda t: t.unavailable() is not None)
     triples = [str(t.tvm_target()["mtriple"]) for t in order]
-    for triple in triples:
-        cross_compiler(triple)  # refuses before minutes of work
+    for wanted in triples:
+        linker(wanted)  # refuses before minutes of work
     runner = prepare(triples) if emit_runner else None
     with artifact.staging(output) as folder, _bar(progress, 4, "lower") as bar:
         if tune:  # before anything else computes
@@ -191,6 +193,22 @@ def lower(
             say(f"wrote a runner for {manifest['runner']['platform']}: {manifest['runner']['bytes'] / 1e6:.1f} MB")
         artifact.write_manifest(folder, {**manifest, "made_by": _made_by()})
     return Result(Path(output).absolute(), artifact.read(output).manifest, checked, time.perf_counter() - started)
+
+
+def kernels(output: str | Path, *, linears: Sequence[str], target: str = "armv7-neon") -> Path:
+    """Compile int8 layers as a C library with a header, for a processor that TVM has no runtime for; returns the folder.
+
+    linears: output by input features of each layer, "1536x384". Raises UsageError for sizes and targets there are no libraries for,
+    EnvironmentProblem where there is no cross compiler.
+    """
+    from khtst_compile.targets import library
+
+    wanted = library.sizes(linears)
+    library.tools(library.instructions(target))  # refuses before anything is written
+    output = as_path(output, "output")
+    with artifact.staging(output) as folder:
+        library.write(target, wanted, folder)
+    return output.absolute()
 
 
 def export(

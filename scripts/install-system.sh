@@ -10,6 +10,7 @@ command -v g++ > /dev/null || command -v clang++ > /dev/null || command -v gcc >
 "$python" -c 'import ensurepip, venv' 2> /dev/null || packages="$packages python3-venv"
 if [ "${2:-}" = arm ]; then
   command -v aarch64-linux-gnu-g++ > /dev/null || packages="$packages g++-aarch64-linux-gnu"
+  command -v arm-linux-gnueabihf-gcc > /dev/null || packages="$packages gcc-arm-linux-gnueabihf libc6-dev-armhf-cross"
   command -v qemu-aarch64 > /dev/null || packages="$packages qemu-user"
   command -v llvm-mca-19 > /dev/null || packages="$packages llvm-19"
 fi

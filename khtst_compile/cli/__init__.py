@@ -23,6 +23,7 @@ from khtst_compile.cli.failures import Terminated, exit_code_of
 VERBS: dict[str, tuple[str, str]] = {
     "quantize": ("khtst_compile.cli.quantize", "Quantize a model to int8 by a recipe."),
     "lower": ("khtst_compile.cli.lower", "Compile a quantized model for a target."),
+    "kernels": ("khtst_compile.cli.kernels", "Compile int8 layers as a C library for 32-bit ARM."),
     "export": ("khtst_compile.cli.export", "Write a quantized model as ONNX."),
     "verify": ("khtst_compile.cli.verify", "Compare an artifact with what it was made from, layer by layer."),
     "run": ("khtst_compile.cli.run", "Run a compiled model on arrays."),

@@ -17,10 +17,18 @@ from khtst_compile.cli.console import Console, common
     "--tune", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS", help="Measure tiles of matrix products here."
 )
 @click.option("--tuned", type=click.Path(path_type=Path), help="Take up what was measured for this artifact.")
+@click.option("--triple", help="The system it will run on, such as aarch64-linux-musl.  [default: Linux with glibc]")
 @click.option("--emit-runner", is_flag=True, help="Also write what runs it on a device without Python.")
 @common
 def command(
-    console: Console, quantized: Path, output: Path, target: str, tune: float, tuned: Path | None, emit_runner: bool
+    console: Console,
+    quantized: Path,
+    output: Path,
+    target: str,
+    tune: float,
+    tuned: Path | None,
+    triple: str | None,
+    emit_runner: bool,
 ) -> None:
     """Compile QUANTIZED, a folder written by `quantize`, for a target."""
     from khtst_compile import api
@@ -33,6 +41,7 @@ def command(
         tune=tune,
         tuned=tuned,
         emit_runner=emit_runner,
+        triple=triple,
         report=console.note,
         progress=console.progress,
     )

@@ -54,7 +54,7 @@ def compile_program(
     arrays: dict[str, Array] = {}
     built = {t.name: build_variant(graph, t, folder, arrays, helpers.records) for t in helpers.own}
     built |= {b.target: b for b in helpers.results(graph, folder, arrays)}
-    targets = table.variants(name)
+    targets = table.variants(name, helpers.triple)
     libraries = [built[t.name] for t in targets]
     bar.advance(note="compiled")
     stored, arguments = merge(libraries, arrays)

@@ -1,4 +1,4 @@
-"""A process that builds some variants for another: python -m khtst_compile.lower.helper SOURCE FOLDER TARGET.. (see variants.py)."""
+"""A process that builds some variants for another: python -m khtst_compile.lower.helper SOURCE FOLDER TRIPLE TARGET.. (see variants.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from khtst_compile.lower.variants import FAILURE, RECORDS, build_variant, write_
 from khtst_compile.targets import table
 
 
-def main(source: str, folder: str, names: list[str]) -> int:
+def main(source: str, folder: str, triple: str, names: list[str]) -> int:
     """Build, and leave results or the reason of a failure in `folder`; returns the exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     place = Path(folder)
@@ -30,7 +30,7 @@ def main(source: str, folder: str, names: list[str]) -> int:
         arrays: dict[str, npt.NDArray[Any]] = {}
         records = records_of({"tuning": json.loads((place / RECORDS).read_text(encoding="utf-8"))}, place)
         for name in names:
-            write_results(place, build_variant(graph, table.target(name), place, arrays, records), graph, arrays)
+            write_results(place, build_variant(graph, table.target(name).on(triple), place, arrays, records), graph, arrays)
     except KhtstError as error:
         text = json.dumps({"class": type(error).__name__, "message": str(error)})
         (place / FAILURE).write_text(text, encoding="utf-8")
@@ -45,4 +45,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    raise SystemExit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))

@@ -97,6 +97,7 @@ class Helpers:
         self._folder = folder / HELPERS
         self._processes: list[subprocess.Popen[bytes]] = []
         self._source = source
+        self.triple = targets[0].isa.triple
 
     def __enter__(self) -> Helpers:
         path = os.pathsep.join(p for p in sys.path if p)
@@ -104,7 +105,7 @@ class Helpers:
             place = self._folder / str(number)
             place.mkdir(parents=True)
             (place / RECORDS).write_text(json.dumps([r.to_json() for r in self.records]), encoding="utf-8")
-            command = [sys.executable, "-m", "khtst_compile.lower.helper", str(self._source), str(place), *names]
+            command = [sys.executable, "-m", "khtst_compile.lower.helper", str(self._source), str(place), self.triple, *names]
             with (place / OUTPUT).open("wb") as output:
                 self._processes.append(
                     subprocess.Popen(

@@ -79,6 +79,11 @@ def runtime(target: Platform) -> Runtime:
     return Runtime(files)
 
 
+def headers() -> dict[str, Path]:
+    """The headers of TVM's C ABI: path as in an #include -> file."""
+    return {name: _installed("apache-tvm-ffi", f"tvm_ffi/include/{name}") for name in _HEADERS}
+
+
 def _installed(package: str, name: str) -> Path:
     found = metadata.distribution(package)
     path = Path(str(found.locate_file(_in_wheel(package, found.version, name))))

@@ -48,11 +48,12 @@ STRIP = "--strip-unneeded"
 
 def of_triples(triples: Iterable[str]) -> Platform:
     """The one platform programs of these LLVM triples run on. Raises UsageError where there is none."""
-    found = {p for t in triples for p in PLATFORMS.values() if t.startswith(f"{p.processor}-") and "linux-gnu" in t}
     asked = sorted(set(triples))
-    if len(found) != 1 or any(not t.startswith(f"{next(iter(found)).processor}-") for t in asked):
+    found = {p for p in PLATFORMS.values() if any(t.startswith(f"{p.processor}-") for t in asked)}
+    if len(found) != 1 or any(t != next(iter(found)).triple for t in asked):
         raise UsageError(
-            f"--emit-runner: built for {', '.join(asked)}; needed: variants for one of {', '.join(PLATFORMS)}; choose another target"
+            f"--emit-runner: built for {', '.join(asked)}; needed: variants for one of {', '.join(PLATFORMS)}, with glibc, for which TVM's "
+            "runtime comes as a wheel; choose another target or triple, or leave --emit-runner out (docs/device.md has other systems)"
         )
     return found.pop()
 

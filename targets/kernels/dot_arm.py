@@ -5,6 +5,7 @@ smull    acc[n] += 16 products of a row and column n in 4 partial sums: smull an
          where their weights are small enough, as nearly all are once steps over k are paired for it (step_order.py): smlal and
          smlal2 add those of a second step before the one sadalp. A register of partial sums belongs to one row and one column; at
          the end a tree of addp brings four columns into one vector. Every 64-bit ARM.
+vmull    two products by the names of 32-bit ARM, whose 16 registers hold the sums of two rows.
 sdot     acc[n] += 4 products of a row and of each of 4 columns; a row's 4 codes are one 32-bit lane of a register that holds 16.
 smmla    acc[2 x 2] += 8 products of each of 2 rows and 2 columns. Rows are interleaved in pairs before anything else, once for all
          panels, since their 8 codes have to stand side by side in one register.
@@ -83,6 +84,17 @@ def multiply_pairs(acc: Expr, a: Expr, b: Expr, emulated: bool = False) -> Expr:
     return acc + T.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", first + second)
 
 
+def multiply_pairs_32(acc: Expr, a: Expr, b: Expr, emulated: bool = False) -> Expr:
+    """`multiply_pairs` of 32-bit ARM: vmull twice, and vpadal."""
+    if emulated:
+        return multiply_pairs(acc, a, b, emulated)
+    first, second = (
+        T.call_llvm_pure_intrin("int16x8", "llvm.arm.neon.vmulls.v8i16", shuffle(a, half), shuffle(b, half))
+        for half in (range(8), range(8, 16))
+    )
+    return T.call_llvm_pure_intrin("int32x4", "llvm.arm.neon.vpadals.v4i32.v8i16", acc, first + second)
+
+
 def _added_pairs(a: Expr, b: Expr) -> Expr:
     """Sums of neighboring lanes of a, then of b."""
     both = shuffle2(a, b, range(2 * lanes_of(a)))
@@ -90,8 +102,10 @@ def _added_pairs(a: Expr, b: Expr) -> Expr:
     return T.Bind(even + odd)
 
 
-_ONE = {"smull": multiply_pairs, "sdot": sdot, "smmla": smmla}
+_ONE = {"smull": multiply_pairs, "vmull": multiply_pairs_32, "sdot": sdot, "smmla": smmla}
 """What adds one register of products."""
+PARTIAL = ("smull", "vmull")
+"""Those that keep four partial sums of one row and one column in a register."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class ArmDot(Dot):
         return _ONE[self.kind](old, T.Bind(T.reinterpret("int8x16", old)), T.Bind(weights[span(T.int64(0), REGISTER)]), emulated)
 
     def registers(self, rows: int, vectors: int) -> int:
-        return rows * vectors * (LANES if self.kind == "smull" else 1)
+        return rows * vectors * (LANES if self.kind in PARTIAL else 1)
 
     def check_rows(self, rows: int, name: str) -> None:
         super().check_rows(rows, name)
@@ -132,7 +146,7 @@ class ArmDot(Dot):
     def begin(self, codes: Codes, first: Expr, count: int, starts: list[Expr | None], emulated: bool) -> Sums:
         assert all(s is None for s in starts), "codes have no offset, so sums start at zero"
         given = (self, codes, first, count, len(starts), emulated)
-        if self.kind == "smull":
+        if self.kind in PARTIAL:
             return _Smull(*given)
         return _Sdot(*given) if self.kind == "sdot" else _Smmla(*given)
 
@@ -251,6 +265,7 @@ class _Smmla(_ArmSums):
 
 
 DOTS = {
+    ("vmull", 128): ArmDot("vmull", LANES, 16, 2, vectors=1, whole_rows=True),
     ("smull", 128): ArmDot("smull", LANES, 16, 4, vectors=1, whole_rows=True, pairs=True),
     ("sdot", 128): ArmDot("sdot", LANES, 4, 8, unroll=4, vectors=2, whole_rows=True),
     ("smmla", 128): ArmDot("smmla", LANES, 8, 8, unroll=2, vectors=2, whole_rows=True),

@@ -28,7 +28,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.act import activation
-from khtst_compile.targets.kernels.rotation import HALF, Rotation, emit_rotation, rotation_reference
+from khtst_compile.targets.kernels.rotation import MOST, Rotation, emit_rotation, rotation_reference
 from khtst_compile.targets.kernels.rows import (
     LEAD2,
     Arguments,
@@ -56,6 +56,7 @@ from khtst_compile.targets.kernels.vec import (
     lane,
     lanes_of,
     mul,
+    rounded,
     small,
     span,
     splat,
@@ -66,6 +67,8 @@ __all__ = ["PER_ROW", "QuantizeRows", "Quantizer", "Rotation", "RowQuantizer", "
 
 LEVELS = 127
 """Largest code; -128 is not used, so that codes are symmetric."""
+ROUNDING = 12_582_912.0  # 1.5 * 2**23: a float32 of this size has no fraction
+ROUNDING_BITS = 0x4B400000
 FLOOR = np.float32(1e-30)
 """Smallest absolute maximum of a row: a zero row gets zero codes and a finite scale."""
 INFINITY = 0x7F800000
@@ -118,9 +121,9 @@ def new_peak(lanes: int = LANES) -> Expr:
     return peak
 
 
-def track(peak: Expr, values: Expr) -> None:
-    """Raise running maxima."""
-    store(peak, T.max(bits(absolute(values)), peak[span(0, lanes_of(values))]), 0)
+def track(peak: Expr, values: Expr, at: int = 0) -> None:
+    """Raise running maxima from lane `at`."""
+    store(peak, T.max(bits(absolute(values)), peak[span(at, lanes_of(values))]), at)
 
 
 def largest(peak: Expr, lanes: int = LANES) -> Expr:
@@ -134,20 +137,23 @@ def _largest_bits(peak: Expr, lanes: int = LANES) -> Expr:
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
     """Store 16 codes of t * inv."""
-    whole = rounded_codes(t, inv, static)
+    whole = rounded_codes(t, inv, static, isa.rounds)
     if isa.codes_offset:
         whole = whole + i32(isa.codes_offset)
     store(codes, T.cast(whole, f"{isa.codes_dtype}x16"), at)
 
 
-def rounded_codes(t: Expr, inv: Expr, static: bool = False) -> Expr:
+def rounded_codes(t: Expr, inv: Expr, static: bool = False, rounds: bool = True) -> Expr:
     """16 codes of t * inv as int32. In a dynamic row |t * inv| <= 127 holds by itself; a static one is clamped.
 
-    The conversion turns NaN into the integer -2**31 (x86) or 0 (ARM): either way the narrow code is 0.
+    The conversion turns NaN into the integer -2**31 (x86) or 0 (ARM): either way the narrow code is 0. Where no instruction rounds
+    (`rounds`), adding 1.5 * 2**23 leaves the nearest integer in the low bits, and 0 there for NaN.
     """
     scaled = mul(t, inv)
     if static:
         scaled = T.Bind(at_most(at_least(scaled, f32(-LEVELS)), f32(LEVELS)))
+    if not rounds:
+        return bits(T.Bind(rounded(scaled + f32(ROUNDING)))) - i32(ROUNDING_BITS)
     return T.call_llvm_pure_intrin("int32x16", "llvm.lrint.v16i32.v16f32", scaled)
 
 
@@ -203,14 +209,14 @@ class RowQuantizer:
 
     def _prepare(self, place: Place) -> None:
         rotation, static = self.spec.rotation, self.spec.static
-        lanes = LANES if rotation is None else HALF
+        lanes = LANES if rotation is None else MOST
         peak = None if static else new_peak(lanes)
         source, kept = self._smoothed(place), self._kept(place)
         at = T.Bind(place.slot * round_up(self.width))
 
-        def visit(values: Expr) -> None:
+        def visit(values: Expr, part: int = 0) -> None:
             if not static:
-                track(peak, values)
+                track(peak, values, part * lanes_of(values) % lanes)
 
         def one(off: Expr, valid: int) -> None:
             value = source(off, valid, LANES)
@@ -225,7 +231,7 @@ class RowQuantizer:
                 values = source
                 each_vector(self.width, lambda off, valid: store(kept, values(off, valid, LANES), at + off))
                 source = lambda off, valid, lanes: T.Bind(kept[span(at + off, lanes)])  # noqa: E731
-            emit_rotation(rotation, source, kept, at, self.width, visit)
+            emit_rotation(self.isa, rotation, source, kept, at, self.width, visit)
         if not static:
             amax = largest(peak, lanes)
             T.buffer_store(self.flat[f"scale{self.tag}"], amax / T.float32(LEVELS), [place.row])

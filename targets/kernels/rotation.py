@@ -10,11 +10,12 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.rows import Source
-from khtst_compile.targets.kernels.vec import Expr, Floats, fma, keep, shuffle, span, store
+from khtst_compile.targets.kernels.vec import Expr, Floats, fence, fma, keep, lanes_of, shuffle, span, store
 
-HALF = 8
-"""Lanes the transform handles at once."""
+MOST = 8
+"""Most lanes the transform handles at once: a register of AVX2."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,27 @@ class Rotation:
         return far + ((1, 2, 4, 8) if self.full else ())
 
 
-def emit_rotation(rotation: Rotation, source: Source, t: Expr, at: Expr, width: int, visit: Callable[[Expr], None]) -> None:
-    """Transform a row blockwise into t[at + offset], and call `visit(values)` with every 8 finished values.
+def lanes_at_once(isa: Isa) -> int:
+    """Lanes the transform handles at once on an instruction set: those of a register, so that a block of 128 is 8 registers; at most 8."""
+    return min(isa.lanes, MOST)
 
-    Eight lanes at a time: a block of 128 is then 8 registers of AVX2 for the far stages and for distances 1, 2, 4. Distance 8
-    pairs the halves, which the second one does as it finishes. Lanes are independent in every stage, so the width used does not
-    show in the bits.
+
+def emit_rotation(
+    isa: Isa, rotation: Rotation, source: Source, t: Expr, at: Expr, width: int, visit: Callable[[Expr, int], None]
+) -> None:
+    """Transform a row blockwise into t[at + offset], and call `visit(values, part)` with all finished values, `lanes_at_once` at a time;
+    part: which of every 16 features they are.
+
+    Of each 16 consecutive features as many are handled at once, for the whole block: the far stages and distances within a register.
+    What is farther apart pairs these parts, which each does with those before it as it finishes. Lanes are independent in every stage,
+    so the width used does not show in the bits.
     """
-    vectors = rotation.block // 16
+    vectors, lanes = rotation.block // 16, lanes_at_once(isa)
+    parts = 16 // lanes
 
     def mixed(base: Expr) -> list[Expr]:
-        v = [T.Bind(source(base + 16 * k, HALF, HALF)) for k in range(vectors)]
+        fence(isa)
+        v = [T.Bind(source(base + 16 * k, lanes, lanes)) for k in range(vectors)]
         for d in (1, 2, 4):
             if d < vectors:
                 v = _far_stage(v, d)
@@ -70,20 +81,34 @@ def emit_rotation(rotation: Rotation, source: Source, t: Expr, at: Expr, width: 
     with T.serial(T.int64(0), T.int64(width // rotation.block)) as b:
         base = T.Bind(b * rotation.block)
         if not rotation.full:
-            with T.serial(T.int64(0), T.int64(2)) as second:
-                half = T.Bind(base + second * HALF)
-                for k, value in enumerate(mixed(half)):
-                    store(t, value, at + half + 16 * k)
-                    visit(value)
-        else:
-            for k, value in enumerate(mixed(base)):
-                store(t, value, at + base + 16 * k)
-            for k, high in enumerate(mixed(base + HALF)):
+            with T.serial(T.int64(0), T.int64(parts)) as turn:
+                begin = T.Bind(base + turn * lanes)
+                for k, value in enumerate(mixed(begin)):
+                    store(t, value, at + begin + 16 * k)
+                    visit(value, k)
+            return
+        for number in range(parts):
+            for k, value in enumerate(mixed(base + number * lanes)):
                 place = at + base + 16 * k
-                low = T.Bind(t[span(place, HALF)])
-                for offset, value in ((0, T.Bind(low + high)), (HALF, T.Bind(low - high))):
-                    store(t, value, place + offset)
-                    visit(value)
+                if number == parts - 1:
+                    fence(isa)
+                for part, found in _paired(number, value, lambda part: T.Bind(t[span(place + part * lanes, lanes)])).items():  # noqa: B023
+                    store(t, found, place + part * lanes)
+                    if number == parts - 1:
+                        visit(found, part)
+
+
+def _paired(number: int, value: Expr, stored: Callable[[int], Expr]) -> dict[int, Expr]:
+    """Part `number` of 16 features and those before it that it completes, by number: stages at distances of 1, 2, .. parts.
+
+    stored: a part before it, as it was left.
+    """
+    done, distance = {number: value}, 1
+    while number & distance:
+        pairs = [(part - distance, stored(part - distance), high) for part, high in done.items()]
+        done = {low: T.Bind(a + b) for low, a, b in pairs} | {low + distance: T.Bind(a - b) for low, a, b in pairs}
+        distance *= 2
+    return done
 
 
 def _far_stage(values: list[Expr], distance: int) -> list[Expr]:
@@ -96,11 +121,13 @@ def _far_stage(values: list[Expr], distance: int) -> list[Expr]:
 
 
 def _near_stages(value: Expr) -> Expr:
-    """Distances 1, 2, 4 inside a vector: +-value + neighbor, one fma whose product is exact."""
+    """Distances inside a vector: +-value + neighbor, one fma whose product is exact."""
+    lanes = lanes_of(value)
     for d in (1, 2, 4):
-        signs = [tirx.FloatImm("float32", -1.0 if i & d else 1.0) for i in range(HALF)]
-        sign = tirx.Shuffle(signs, [tirx.IntImm("int32", i) for i in range(HALF)])
-        value = T.Bind(fma(value, sign, shuffle(value, [i ^ d for i in range(HALF)])))
+        if d < lanes:
+            signs = [tirx.FloatImm("float32", -1.0 if i & d else 1.0) for i in range(lanes)]
+            sign = tirx.Shuffle(signs, [tirx.IntImm("int32", i) for i in range(lanes)])
+            value = T.Bind(fma(value, sign, shuffle(value, [i ^ d for i in range(lanes)])))
     return keep(value)
 
 

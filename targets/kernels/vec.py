@@ -18,6 +18,8 @@ import numpy.typing as npt
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from khtst_compile.targets.isa import Isa
+
 LANES = 16
 """Lanes of a float vector in row kernels; part of the meaning of a reduction, so the same on every target."""
 
@@ -71,6 +73,12 @@ def prefetch(buffer: Expr, index: Expr) -> None:
     """Ask for the cache line of an element, to be read soon."""
     read, keep_in_l1, data = T.int32(0), T.int32(3), T.int32(1)
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch.p0", T.address_of(buffer[index]), read, keep_in_l1, data))
+
+
+def fence(isa: Isa) -> None:
+    """What comes after is not begun before: LLVM otherwise loads for all parts of a block first, and has to spill."""
+    if isa.fence:
+        T.evaluate(T.call_llvm_intrin("void", isa.fence, T.int32(0)))
 
 
 def keep(value: Expr) -> Expr:

@@ -10,11 +10,13 @@ import pytest
 import tvm
 
 from khtst_compile.targets.isa import DOTPROD, I8MM, NEON, Isa
-from khtst_compile.targets.kernels import attention, ceiling, gemm_f32, gemm_i8
+from khtst_compile.targets.kernels import attention, ceiling, gemm_f32, gemm_i8, norm, quantize
 from khtst_compile.targets.kernels.attention import Attention, Mask, Operand
 from khtst_compile.targets.kernels.ceiling import STEPS, Ceiling
 from khtst_compile.targets.kernels.gemm_f32 import GemmF32
 from khtst_compile.targets.kernels.gemm_i8 import GemmI8
+from khtst_compile.targets.kernels.norm import NormQuantize
+from khtst_compile.targets.kernels.quantize import Quantizer, QuantizeRows, Rotation
 from khtst_compile.targets.kernels.rows import Lead
 from tests.targets import gemm_tools
 
@@ -96,3 +98,21 @@ def test_attention_loops(runner: Path) -> None:
     assert len(products) >= 2  # scores and values
     for loop in products:
         check(loop, 6 * 16, {"cortex-a72": 0.95, "neoverse-n1": 0.95})
+
+
+WHOLE = Rotation(128, 128)
+ROTATIONS = {
+    "plain": lambda: quantize.prim_func(QuantizeRows(NEON, 384, quantizer=Quantizer(False, WHOLE))),
+    "smooth": lambda: quantize.prim_func(QuantizeRows(NEON, 384, quantizer=Quantizer(True, WHOLE))),
+    "gelu": lambda: quantize.prim_func(QuantizeRows(NEON, 1536, act="gelu", quantizer=Quantizer(True, WHOLE))),
+    "norm": lambda: norm.prim_func(NormQuantize(NEON, 384, 1e-12, quantizers=(Quantizer(True, WHOLE),))),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotations_keep_their_values_in_registers(name: str, runner: Path) -> None:
+    """Nothing of a block goes to the stack; a constant, which is loaded where it is used, may be there."""
+    loops = [loop for loop in hot_loops(assembly(ROTATIONS[name](), NEON), "rev64") if any("\tfabd\t" in line for line in loop)]
+    assert len(loops) == 2  # in parallel, and not
+    for loop in loops:
+        assert not [line for line in loop if re.match(r"\tst\w+\t.*\bsp\b", line)], "spills"

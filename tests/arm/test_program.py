@@ -17,6 +17,7 @@ from khtst_compile.capture.factory import capture_module
 from khtst_compile.errors import EnvironmentProblem
 from khtst_compile.lower.digest import digest
 from khtst_compile.runtime import logical
+from tests.arm.decode import check_steps
 from tests.arm.emulator import CPUS, Job, program
 
 VARIANTS = ("arm-i8mm", "arm-dotprod", "arm-neon")
@@ -58,24 +59,6 @@ def tap_digest(path: str, tap: dict[str, object], lead: tuple[int, ...]) -> str:
     return digest(logical(kind, features, shaped, 0))  # type: ignore[arg-type]
 
 
-class Text(nn.Module):
-    """Ids in, one vector a text out, through attention, a norm, GELU and operators that have no kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(50, 40), nn.LayerNorm(40)
-        self.qkv, self.out, self.up, self.down = nn.Linear(40, 120), nn.Linear(40, 40), nn.Linear(40, 72), nn.Linear(72, 40)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        q, k, v = (t.unflatten(-1, (2, 20)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = self.norm(x + self.out(y))
-        x = x + self.down(nn.functional.gelu(self.up(x)))
-        mean = (x * (ids > 5)[..., None]).sum(1) / (ids > 5).sum(1, keepdim=True).clamp(min=1)
-        return nn.functional.normalize(mean, dim=-1) * 1.5 + mean.square().mean(-1, keepdim=True)
-
-
 class Plain(nn.Module):
     """Operators that have no kernel, where one processor could fuse a product with a sum and another not."""
 
@@ -97,17 +80,6 @@ def test_operators_without_a_kernel(runner: Path, tmp_path: Path) -> None:
     kc.quantize(capture_module(Plain(), (torch.randn(65, 100), torch.randn(65, 100))), tmp_path / "q", recipe="fp32", random=True)
     kc.lower(tmp_path / "q", tmp_path / "arm", target="arm-neon")
     check_golden(tmp_path / "arm", "arm-neon", tmp_path / "run", runner)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory, runner: Path) -> Path:
-    """An artifact of `Text` for all ARM variants."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("text")
-    source = capture_module(Text().eval(), (torch.randint(0, 50, (3, 11)),))
-    kc.quantize(source, folder / "q", random=True, recipe="smooth{alpha=0.5} | w8a8")
-    kc.lower(folder / "q", folder / "arm", target="arm")
-    return folder / "arm"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -159,36 +131,7 @@ def test_a_language_model_step_by_step(kept: str, runner: Path, tmp_path: Path) 
     kc.quantize(tmp_path / "model", tmp_path / "q", random=True, **how)  # type: ignore[arg-type]
     kc.lower(tmp_path / "q", tmp_path / "x86", target="x86-avx2")
     kc.lower(tmp_path / "q", tmp_path / "arm", target="arm-dotprod")
-    loaded, job = kc.load(tmp_path / "x86", threads=1), Job(tmp_path / "job", runner)
-    names, rng = [s.name for s in loaded.inputs], np.random.default_rng(0)
-    cache = {s.name: np.zeros((0, 2, int(s.shape[2])), s.dtype) for s in loaded.inputs if s.name.startswith("past_")}
-    given, wants = None, []
-    for step in range(9):
-        fresh = rng.integers(0, 258, (2, 7 if step == 0 else 1))
-        inputs = {"input_ids": fresh, "logits_at": np.array([fresh.shape[1] - 1]), **cache}
-        wants.append(loaded.run(inputs))
-        arrays = [inputs[n] for n in names]
-        if given is None:
-            given = program(artifact.read(tmp_path / "arm", kind="library"), "arm-dotprod", arrays, job)["ids"]
-            ids = given
-        else:
-            ids = [*(job.tensor(a) for a in arrays), *given[len(arrays) :]]
-        job.lines.append(f"main {tmp_path}/step{step}_ {len(arrays)} {' '.join(map(str, ids))}")
-        cache = {n: np.concatenate([old, wants[-1][n.replace("past_", "new_")]]) for n, old in cache.items()}
-    job.run(cpu_of("arm-dotprod"))
-    for step, outputs in enumerate(wants):
-        for number, spec in enumerate(loaded.outputs):
-            got = (tmp_path / f"step{step}_{number}").read_bytes()
-            assert got == outputs[spec.name].tobytes(), f"step {step}: {spec.name}"
-
-
-def test_minilm_has_the_bits_of_x86(minilm: Path, runner: Path, tmp_path: Path) -> None:
-    kc.quantize(
-        minilm, tmp_path / "q", random=True, recipe="smooth{alpha=0.5} | rotate{block=128} | w8a8", limit=4, max_length=16
-    )
-    kc.lower(tmp_path / "q", tmp_path / "arm", target="arm")
-    for variant in VARIANTS:
-        check_golden(tmp_path / "arm", variant, tmp_path / variant, runner)
+    check_steps(tmp_path / "x86", tmp_path / "arm", "arm-dotprod", (2, 7), tmp_path, runner)
 
 
 def test_doctor_tries_every_step_for_a_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Path) -> None:

@@ -93,7 +93,7 @@ def test_it_cross_compiles_without_a_warning(arm_runtime: Path, tmp_path: Path) 
 
 def test_platforms() -> None:
     assert platforms.of_triples(["aarch64-linux-gnu"]) == ARM and platforms.of_triples(["x86_64-linux-gnu"] * 3) == AMD
-    for triples in (["aarch64-linux-gnu", "x86_64-linux-gnu"], ["aarch64-linux-android"], ["nvptx64"], []):
+    for triples in (["aarch64-linux-gnu", "x86_64-linux-gnu"], ["aarch64-linux-android"], ["x86_64-linux-musl"], ["nvptx64"], []):
         with pytest.raises(UsageError, match="needed: variants for one of linux/arm64, linux/amd64"):
             platforms.of_triples(triples)
     assert (ARM.package, AMD.package) == ("g++-aarch64-linux-gnu", "g++-x86-64-linux-gnu")
