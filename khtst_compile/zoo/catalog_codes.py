@@ -21,13 +21,18 @@ PIECES, SIZE = 7, 8  # of the state space model: samples of a piece, pieces of a
 _TAU = Schedule(1.0, 0.1, STEPS)
 
 
+def _quantizer(kind: str) -> tuple[int, StiefelQuantizer | ResidualQuantizer]:
+    """Width of the code, and what quantizes it."""
+    if kind == "gsq-residual":
+        return 64, ResidualQuantizer(64, 64, 3, tau=_TAU)
+    if kind == "gsq-frame":
+        return 32, StiefelQuantizer(32, 96, mode="ste_ema")
+    return 64, StiefelQuantizer(64, 64, tau=_TAU)
+
+
 @cache
 def _autoencoder(kind: str) -> CodeAutoencoder:
-    d, quantizer = {
-        "gsq": lambda: (64, StiefelQuantizer(64, 64, tau=_TAU)),
-        "gsq-frame": lambda: (32, StiefelQuantizer(32, 96, mode="ste_ema")),
-        "gsq-residual": lambda: (64, ResidualQuantizer(64, 64, 3, tau=_TAU)),
-    }[kind]()
+    d, quantizer = _quantizer(kind)
     model = CodeAutoencoder(192, d, quantizer, seed=0)
     fit(model, data.photograph_patches("china.jpg"), STEPS, seed=0, batch=128)
     return model.freeze()
@@ -57,7 +62,7 @@ def _patches() -> tuple[Tensor]:
 
 def _patch_samples() -> Sequence[tuple[Tensor]]:
     both = torch.cat([data.photograph_patches(name) for name in ("china.jpg", "flower.jpg")])
-    return [(part,) for part in _shuffled(both)[:1024].split(16)]
+    return [(part,) for part in torch.split(_shuffled(both)[:1024], 16)]
 
 
 def _pieces() -> tuple[Tensor]:
@@ -66,7 +71,7 @@ def _pieces() -> tuple[Tensor]:
 
 def _piece_samples() -> Sequence[tuple[Tensor]]:
     both = torch.cat([data.windows(series, PIECES, SIZE)[0] for series in (data.ecg(), data.sea_temperature())])
-    return [(part,) for part in _shuffled(both).split(16)]
+    return [(part,) for part in torch.split(_shuffled(both), 16)]
 
 
 def _shuffled(rows: Tensor) -> Tensor:
