@@ -136,7 +136,7 @@ def _compare(found: Arrays, exact: Arrays) -> str:
     same = [float((found[k] == v).mean()) for k, v in exact.items() if v.dtype.kind != "f"]
     worst = max(errors, key=lambda db: (np.isnan(db), db), default=float("-inf"))
     text = "equal" if worst == float("-inf") else f"{worst:.1f}"
-    return text + (f" ({100 * min(same):.1f} % of ids)" if same else "")
+    return text + (f" ({100 * min(same):.2f} % of ids)" if same else "")
 
 
 def _emulate(folder: Path, inputs: Arrays, place: Path) -> Arrays:

@@ -63,9 +63,9 @@ def test_a_step_that_fails_is_a_note(tmp_path: Path) -> None:
 
 def test_errors_and_ids_are_compared_apart() -> None:
     exact = {"y": np.full(4, 2.0, np.float32), "ids": np.array([1, 2, 3, 4])}
-    assert zoo._compare(exact, exact) == "equal (100.0 % of ids)"
-    assert zoo._compare({"y": exact["y"] * np.float32(1.25), "ids": np.array([1, 2, 3, 0])}, exact) == "-12.0 (75.0 % of ids)"
-    assert zoo._compare({"y": exact["y"] * np.nan, "ids": exact["ids"]}, exact) == "nan (100.0 % of ids)"
+    assert zoo._compare(exact, exact) == "equal (100.00 % of ids)"
+    assert zoo._compare({"y": exact["y"] * np.float32(1.25), "ids": np.array([1, 2, 3, 0])}, exact) == "-12.0 (75.00 % of ids)"
+    assert zoo._compare({"y": exact["y"] * np.nan, "ids": exact["ids"]}, exact) == "nan (100.00 % of ids)"
 
 
 def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
