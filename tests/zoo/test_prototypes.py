@@ -81,9 +81,10 @@ def test_tokens_go_to_the_experts_of_their_prototype(data: Tensor) -> None:
 
 def test_a_state_dict_keeps_roles_and_owners(data: Tensor, refined: Refinement) -> None:
     other = Refiner(torch.zeros(8, 64), refined.placement)
-    other.load_state_dict(refined.refiner.state_dict())
+    other.load_state_dict(refined.redirected.state_dict())
+    assert other.roles == refined.redirected.roles != refined.corrector.roles
     for role in (ENCODER, DECODER):
-        assert torch.equal(other(data[:50], role), refined.refiner(data[:50], role))
+        assert torch.equal(other(data[:50], role), refined.redirected(data[:50], role))
 
 
 def test_refusals(data: Tensor) -> None:

@@ -49,8 +49,8 @@ class Output(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (n, d) or (B, N, d) -> the same shape."""
-        routed: Routed = self.layer(x) if self.role is None else self.layer(x, self.role)
-        return routed.output
+        found: Tensor | Routed = self.layer(x) if self.role is None else self.layer(x, self.role)
+        return found if isinstance(found, Tensor) else found.output
 
 
 def check_sizes(name: str, experts: int, top_k: int, capacity: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,14 +90,15 @@ class Refiner(nn.Module):
 class Refinement:
     """Mean squared errors per feature on held-out data. before: of the prototypes; after: corrected by experts where water filling puts
     them; uniform: by as many experts placed evenly, from the same seed; decoder: of the redirected experts, which see the prototype alone;
-    placement: encoders of each prototype; refiner: after the last step, decoders trained."""
+    placement: encoders of each prototype; corrector, redirected: the module before and after its experts changed roles."""
 
     before: float
     after: float
     uniform: float
     decoder: float
     placement: tuple[int, ...]
-    refiner: Refiner
+    corrector: Refiner
+    redirected: Refiner
 
 
 def refine(data: Tensor, held: Tensor, prototypes: Tensor, experts: int, *, seed: int, steps: int = 300) -> Refinement:
@@ -107,10 +109,11 @@ def refine(data: Tensor, held: Tensor, prototypes: Tensor, experts: int, *, seed
     placement = water_fill(errors, experts)
     refiner, control = (_trained(data, prototypes, p, seed, steps) for p in (placement, even(len(errors), experts)))
     after, uniform = (_error(r, held, ENCODER) for r in (refiner, control))
-    refiner.redirect()
-    _train(refiner, data, DECODER, seed, steps)
+    redirected = copy.deepcopy(refiner)
+    redirected.redirect()
+    _train(redirected, data, DECODER, seed, steps)
     before = float((held - prototypes[nearest(held, prototypes)]).square().mean())
-    return Refinement(before, after, uniform, _error(refiner, held, DECODER), placement, refiner)
+    return Refinement(before, after, uniform, _error(redirected, held, DECODER), placement, refiner, redirected)
 
 
 def _trained(data: Tensor, prototypes: Tensor, placement: Sequence[int], seed: int, steps: int) -> Refiner:
