@@ -32,6 +32,14 @@ def photograph_patches(name: str, size: int = 8) -> Tensor:
     return cut.transpose(1, 2).reshape(rows * columns, size * size * 3)
 
 
+def text_bytes() -> Tensor:
+    """English prose: the reference of the Python language, topic after topic in the order of their names, as UTF-8: (n,) int64, n about
+    450,000. `pydoc_data.topics`, which comes with Python (PSF license), so another version of Python has another text."""
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(bytearray("".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8).long()
+
+
 def ecg() -> Tensor:
     """An electrocardiogram of a few beats: (1024,) float32, mean 0, deviation 1. `pywt.data.ecg`, which comes under the license of
     PyWavelets (MIT) and does not name the record."""

@@ -11,12 +11,13 @@ import numpy as np
 import tvm
 
 from khtst_compile.targets.isa import AVX2, NEON
-from khtst_compile.targets.kernels import attention, norm, quantize, rotary, softmax
+from khtst_compile.targets.kernels import argsort, attention, norm, quantize, rotary, softmax
+from khtst_compile.targets.kernels.argsort import Argsort
 from khtst_compile.targets.kernels.attention import Attention
 from khtst_compile.targets.kernels.norm import Lookup, NormQuantize
 from khtst_compile.targets.kernels.quantize import Quantizer, QuantizeRows, Rotation
 from khtst_compile.targets.kernels.rotary import Rotary
-from khtst_compile.targets.kernels.rows import round_up
+from khtst_compile.targets.kernels.rows import Lead, round_up
 from khtst_compile.targets.kernels.softmax import Softmax
 from tests.arm.emulator import CPUS, Call, build_kernels, run_kernels, same_numbers
 from tests.targets import test_attention, test_attention_cached, test_rows
@@ -140,6 +141,17 @@ def test_rotary_and_softmax(runner: Path, tmp_path: Path) -> None:
         cases[f"softmax{width}"] = Case(
             softmax, Softmax(NEON, width), [[awkward(lead, width)] for lead in LEADS], [(width, "float32")]
         )
+    compare(cases, tmp_path, runner)
+
+
+def test_orders(runner: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    cases = {}
+    for dtype, descending in (("float32", True), ("float32", False), ("int64", True)):
+        values = np.array([-3, 0, 1, 2, 7] + [np.nan, np.inf, -0.0] * (dtype == "float32")).astype(dtype)
+        spec = Argsort(dtype, descending, Lead(2), 33)
+        calls = [[rng.choice(values, (*lead, 33))] for lead in LEADS]
+        cases[f"argsort_{dtype}_{int(descending)}"] = Case(argsort, spec, calls, [(33, "int64")])
     compare(cases, tmp_path, runner)
 
 

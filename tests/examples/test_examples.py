@@ -49,6 +49,15 @@ def test_tiny_mlp(tree: Path) -> None:
     assert "within budget: True" in run([sys.executable, "examples/tiny_mlp.py", "out"], tree)
 
 
+def test_train_moe(tree: Path) -> None:
+    shown = run([sys.executable, "examples/train_moe.py", "out", "--steps", "2", "--experts", "4", "--plot"], tree)
+    assert len(re.findall(r"^.+ parameters  \d\.\d+ bits per byte", shown, re.MULTILINE)) == 4 and shown.count("dropped") == 2
+    assert (tree / "out" / "training.png").stat().st_size > 10_000
+    calibration = ["--calib", "out/calibration.npz", "--recipe", "w8a8", "--json", "-q"]
+    done = json.loads(run(["khtst-compile", "quantize", "out/model.pt2", *calibration, "-o", "out/q"], tree))
+    assert done
+
+
 def test_custom_recipe(tree: Path) -> None:
     shown = run([sys.executable, "examples/custom_recipe.py", "out"], tree)
     errors = {m[1].strip(): float(m[2]) for m in re.finditer(r"^(\w[\w ]*?) +(-\d+\.\d) dB", shown, re.MULTILINE)}
