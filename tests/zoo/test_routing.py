@@ -175,7 +175,7 @@ def check_output(moe: SonicMoe) -> None:
     for t in range(len(x)):
         mine = [e for e, took in enumerate(takes) if t in took]
         want = sum((p[t, e] * moe.experts.experts[e](x[t]) for e in mine), torch.zeros(16, dtype=torch.float64))
-        want = want / max(sum(float(p[t, e]) for e in mine), 1e-6)
+        want = want / max(sum(float(p[t, e].detach()) for e in mine), 1e-6)
         torch.testing.assert_close(got.output[t], want, rtol=1e-12, atol=1e-14)  # float64, 16 and 32 terms in another order
     assert dropped > 0 and int(got.dropped) == dropped and got.load.tolist() == load
 
