@@ -67,6 +67,19 @@ FORBIDDEN = [
     ),
     ("khtst_compile.capture", ("khtst_compile.passes", "khtst_compile.targets", "khtst_compile.lower", "khtst_compile.api")),
     ("khtst_compile.runner", ("torch", "khtst_compile.lower", "khtst_compile.targets", "khtst_compile.api")),
+    (
+        "khtst_compile.zoo",
+        (
+            "khtst_compile.passes",
+            "khtst_compile.targets",
+            "khtst_compile.lower",
+            "khtst_compile.capture",
+            "khtst_compile.api",
+            "khtst_compile.cli",
+            "khtst_compile.runtime",
+            "tvm",
+        ),
+    ),
     ("khtst_compile.runtime", ("torch", "khtst_compile.program", "khtst_compile.api")),
 ]
 
