@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.streams import stream
 
 
@@ -20,7 +21,7 @@ class Bandit:
 
     def __init__(self, fractions: Sequence[float], seed: int) -> None:
         if not fractions:
-            raise ValueError("bandit: no fractions; needed: one or more")
+            raise UsageError("bandit: no fractions; needed: one or more")
         self.fractions = tuple(fractions)
         self.successes, self.failures = np.ones(len(fractions)), np.ones(len(fractions))
         self.pulls = np.zeros(len(fractions), dtype=np.int64)

@@ -10,6 +10,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa.losses import Losses, collapse, combine, squared
 from khtst_compile.zoo.jepa.masks import Mask
 from khtst_compile.zoo.layers import Mlp
@@ -95,9 +96,9 @@ class Follower(nn.Module):
 
     @torch.no_grad()
     def follow(self, module: nn.Module, momentum: float) -> None:
-        """One step towards `module`; buffers (counts, scales) are taken over. Raises ValueError unless 0 <= momentum <= 1."""
+        """One step towards `module`; buffers (counts, scales) are taken over. Raises UsageError unless 0 <= momentum <= 1."""
         if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum is {momentum}; needed: 0 (equal at once) to 1 (never moves)")
+            raise UsageError(f"momentum is {momentum}; needed: 0 (equal at once) to 1 (never moves)")
         for mine, other in zip(self.copy.parameters(), module.parameters(), strict=True):
             mine.lerp_(other, 1 - momentum)
         for held, new in zip(self.copy.buffers(), module.buffers(), strict=True):

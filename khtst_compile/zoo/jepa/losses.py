@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from khtst_compile.errors import UsageError
+
 AUXILIARY = 0.01  # what layers' own losses count: a mixture's is 1 when it is balanced, and should not outweigh the predictions
 
 
@@ -33,7 +35,7 @@ def collapse(z: Tensor, gamma: float = 1.0) -> Tensor:
     """
     rows = z.reshape(-1, z.shape[-1])
     if rows.shape[0] < 2:
-        raise ValueError(f"V(z): z is {tuple(z.shape)}, {rows.shape[0]} row; needed: two or more, or there is no variance")
+        raise UsageError(f"V(z): z is {tuple(z.shape)}, {rows.shape[0]} row; needed: two or more, or there is no variance")
     rows = rows - rows[:1].detach()
     rows = rows - rows.mean(0)
     covariance = rows.T @ rows / (rows.shape[0] - 1)

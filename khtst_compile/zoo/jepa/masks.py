@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from khtst_compile.errors import UsageError
+
 Grid = tuple[int, ...]
 
 
@@ -29,16 +31,16 @@ Block = Callable[[Grid, float, torch.Generator], tuple[Tensor, ...]]
 def draw_mask(block: Block, grid: Grid, fraction: float, generator: torch.Generator, count: int = 2) -> Mask:
     """`count` blocks which together hold about `fraction` of the patches (less where they overlap), the rest as context.
 
-    Blocks that would leave no context are dropped, from the last on; one alone never fills the grid. Raises ValueError for a grid of one
+    Blocks that would leave no context are dropped, from the last on; one alone never fills the grid. Raises UsageError for a grid of one
     patch, or a fraction outside (0, 1).
     """
     total = math.prod(grid)
     if total < 2:
-        raise ValueError(f"mask: the grid is {grid}; needed: two patches or more, one to see and one to predict")
+        raise UsageError(f"mask: the grid is {grid}; needed: two patches or more, one to see and one to predict")
     if not 0 < fraction < 1:
-        raise ValueError(f"mask: fraction is {fraction}; needed: more than 0 and less than 1")
+        raise UsageError(f"mask: fraction is {fraction}; needed: more than 0 and less than 1")
     if count < 1:
-        raise ValueError(f"mask: {count} blocks; needed: one or more")
+        raise UsageError(f"mask: {count} blocks; needed: one or more")
     numbers = torch.arange(total).reshape(grid)
     hidden = torch.zeros(total, dtype=torch.bool)
     targets: list[Tensor] = []

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
+from khtst_compile.errors import UsageError
+
 
 class Patches(nn.Module):
     """(B, C, S_1, ..., S_r) -> (B, N, C p_1 ... p_r), N = product of ceil(S_i / p_i), the last axis fastest, channels first in a patch.
@@ -18,10 +20,10 @@ class Patches(nn.Module):
     """
 
     def __init__(self, shape: Sequence[int], patch: Sequence[int], channels: int = 1) -> None:
-        """shape: (S_1, ..., S_r); patch: (p_1, ..., p_r). Raises ValueError unless there are as many, each at least 1."""
+        """shape: (S_1, ..., S_r); patch: (p_1, ..., p_r). Raises UsageError unless there are as many, each at least 1."""
         super().__init__()
         if len(shape) != len(patch) or min(*shape, *patch, channels) < 1:
-            raise ValueError(
+            raise UsageError(
                 f"patches: {tuple(patch)} of {tuple(shape)} in {channels} channels; needed: a size >= 1 for each axis"
             )
         self.shape, self.patch, self.channels = tuple(shape), tuple(patch), channels
@@ -34,7 +36,7 @@ class Patches(nn.Module):
         """x: (B, C, S_1, ..., S_r), or (B, S_1, ..., S_r) where C = 1."""
         rank = len(self.shape)
         if tuple(x.shape[1:]) not in {(self.channels, *self.shape), *([self.shape] if self.channels == 1 else [])}:
-            raise ValueError(
+            raise UsageError(
                 f"patches: found {tuple(x.shape)}; needed: (batch, {self.channels}, {', '.join(map(str, self.shape))})"
             )
         if any(self.pad):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa.bandit import Bandit
 from khtst_compile.zoo.jepa.core import Learner
 from khtst_compile.zoo.jepa.losses import Losses
@@ -58,12 +59,12 @@ def train(
     that takes none. `bandit` defaults to one over `settings.fractions`, if there are several.
 
     Masks, batches and the bandit have streams of their own under the seed: what one draws moves no other. The last samples of an epoch that
-    fill no batch are left out. Raises ValueError where none would be left.
+    fill no batch are left out. Raises UsageError where none would be left.
     """
     samples, device = data[0].shape[0], data[0].device
     size = min(settings.batch, samples)
     if size < 2 or settings.epochs < 1:
-        raise ValueError(f"train: {samples} samples, batches of {settings.batch}, {settings.epochs} epochs; needed: 2, 2 and 1")
+        raise UsageError(f"train: {samples} samples, batches of {settings.batch}, {settings.epochs} epochs; needed: 2, 2 and 1")
     masks, batches = stream(settings.seed, "masks"), stream(settings.seed, "batches")
     if bandit is None and len(settings.fractions) > 1:
         bandit = Bandit(settings.fractions, settings.seed)

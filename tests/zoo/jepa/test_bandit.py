@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa.bandit import Bandit, reward
 
 
@@ -45,5 +46,5 @@ def test_choices_are_the_seed() -> None:
 
 
 def test_refuses_no_arms() -> None:
-    with pytest.raises(ValueError, match="no fractions"):
+    with pytest.raises(UsageError, match="no fractions"):
         Bandit((), 0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa.core import Encoder, Follower, Jepa, Learner, Predictor, through
 from khtst_compile.zoo.jepa.losses import AUXILIARY, Losses
 from khtst_compile.zoo.jepa.masks import Mask, blocks, draw_mask
@@ -185,7 +186,7 @@ def test_buffers_are_taken_over_and_training_mode_is_not() -> None:
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.1])
 def test_refuses_a_momentum_outside_its_range(momentum: float) -> None:
-    with pytest.raises(ValueError, match="needed: 0"):
+    with pytest.raises(UsageError, match="needed: 0"):
         jepa().follow(momentum)
 
 

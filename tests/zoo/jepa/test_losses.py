@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa.losses import AUXILIARY, collapse, combine, squared
 
 Loss = Callable[[Tensor, float], Tensor]
@@ -85,7 +86,7 @@ def test_correlated_features_cost_what_independent_ones_do_not() -> None:
 
 
 def test_one_row_has_no_variance() -> None:
-    with pytest.raises(ValueError, match="1 row; needed: two or more"):
+    with pytest.raises(UsageError, match="1 row; needed: two or more"):
         collapse(torch.zeros(1, 4))
 
 

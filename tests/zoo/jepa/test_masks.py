@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa import masks
 from khtst_compile.zoo.jepa.masks import Block, Grid, Mask, draw_mask
 
@@ -126,5 +127,5 @@ def test_more_is_hidden_for_a_larger_fraction() -> None:
 
 @pytest.mark.parametrize("grid, fraction, count", [((1, 1), 0.5, 1), ((4, 4), 0.0, 1), ((4, 4), 1.0, 1), ((4, 4), 0.5, 0)])
 def test_refusals(grid: Grid, fraction: float, count: int) -> None:
-    with pytest.raises(ValueError, match=r"mask: .*needed:"):
+    with pytest.raises(UsageError, match=r"mask: .*needed:"):
         draw_mask(masks.blocks, grid, fraction, generator(), count)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa.patches import Patches, pieces
 
 SHAPES = [
@@ -100,9 +101,9 @@ def test_one_channel_may_be_left_out() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"patches: found \(2, 8, 7\); needed: \(batch, 1, 8, 8\)"):
+    with pytest.raises(UsageError, match=r"patches: found \(2, 8, 7\); needed: \(batch, 1, 8, 8\)"):
         Patches((8, 8), (2, 2))(torch.zeros(2, 8, 7))
-    with pytest.raises(ValueError, match="needed: a size >= 1 for each axis"):
+    with pytest.raises(UsageError, match="needed: a size >= 1 for each axis"):
         Patches((8, 8), (2,))
-    with pytest.raises(ValueError, match="needed: a size >= 1 for each axis"):
+    with pytest.raises(UsageError, match="needed: a size >= 1 for each axis"):
         Patches((8, 8), (2, 0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from khtst_compile.errors import UsageError
 from khtst_compile.zoo.jepa import training
 from khtst_compile.zoo.jepa.bandit import Bandit
 from khtst_compile.zoo.jepa.core import Encoder, Jepa, Predictor
@@ -179,5 +180,5 @@ def test_training_lowers_v_and_keeps_features_apart() -> None:
 
 @pytest.mark.parametrize("settings, count", [(replace(SHORT, epochs=0), 70), (replace(SHORT, batch=1), 70), (SHORT, 1)])
 def test_refusals(settings: Settings, count: int) -> None:
-    with pytest.raises(ValueError, match=r"train: .*needed: 2, 2 and 1"):
+    with pytest.raises(UsageError, match=r"train: .*needed: 2, 2 and 1"):
         train(model(), data(count), draw, settings)
