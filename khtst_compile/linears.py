@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from khtst_compile.sizes import same_shape
+
 if TYPE_CHECKING:
     from khtst_compile.calibrate import ActivationStats, Stats
     from khtst_compile.program import Rewriter
@@ -176,7 +178,7 @@ def scale_before(rewriter: Rewriter, x: fx.Node) -> tuple[fx.Node, torch.Tensor 
         if not isinstance(source, fx.Node) or not isinstance(constant, fx.Node):
             continue
         value, shape = rewriter.value(constant), x.meta["val"].shape
-        same = source.meta["val"].shape == shape and source.meta["val"].dtype is torch.float32
+        same = same_shape(source.meta["val"].shape, shape) and source.meta["val"].dtype is torch.float32
         if value is not None and same and value.dtype is torch.float32 and value.shape == shape[-1:]:
             return source, value
     return x, None

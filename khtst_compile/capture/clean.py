@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from khtst_compile.errors import CaptureError
 from khtst_compile.program import Program, Rewriter, arguments, call_nodes, site_of, source_line
+from khtst_compile.sizes import same_shape
 
 aten = torch.ops.aten
 
@@ -192,12 +193,7 @@ def _unchanged(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node):
         return False
     before, after = source.meta["val"], node.meta["val"]
-    return bool(before.dtype == after.dtype) and _same_shape(before.shape, after.shape)
-
-
-def _same_shape(before: Any, after: Any) -> bool:
-    """Equal as expressions: no guard is added to the graph by looking."""
-    return [str(s) for s in before] == [str(s) for s in after]
+    return bool(before.dtype == after.dtype) and same_shape(before.shape, after.shape)
 
 
 def _whole(node: fx.Node) -> bool:

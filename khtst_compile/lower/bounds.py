@@ -10,6 +10,7 @@ from torch import fx
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.program import Program, Rewriter, arguments, site_of, source_line
+from khtst_compile.sizes import same_shape
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def _by_position(rw: Rewriter, node: fx.Node) -> None:
 def _by_mask(rw: Rewriter, node: fx.Node, source: fx.Node, indices: list[Any]) -> None:
     """`x[mask] = value` chooses element by element; other forms depend on how many are chosen."""
     mask, value = indices[0], arguments(node)[2] if node.target is aten.index_put.default else None
-    whole = len(indices) == 1 and mask.meta["val"].shape == source.meta["val"].shape
+    whole = len(indices) == 1 and same_shape(mask.meta["val"].shape, source.meta["val"].shape)
     if value is None or not whole or value.meta["val"].numel() != 1 or any(arguments(node)[3:]):
         raise LoweringError(f"{_where(node)}: {node.target} with a mask; use torch.where, which gives every element a place")
     scalar = rw.call(aten.reshape.default, value, [], before=node)

@@ -10,6 +10,7 @@ from torch import fx
 from khtst_compile.linears import MAX_RANK
 from khtst_compile.lower.match import bound, is_call, sole_user
 from khtst_compile.program import Rewriter, arguments, call_nodes
+from khtst_compile.sizes import same_shape
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
 
@@ -57,9 +58,9 @@ def _lookups(rw: Rewriter, node: fx.Node) -> list[tuple[fx.Node, fx.Node]] | Non
         if ids.meta["val"].dtype not in (torch.int64, torch.int32) or not _fits(ids, shape):
             return None
         pairs.append((ids, table))
-    if tuple(pairs[0][0].meta["val"].shape) != shape and len(pairs) > 1:
+    if not same_shape(pairs[0][0].meta["val"].shape, shape) and len(pairs) > 1:
         pairs[:2] = pairs[1::-1]  # a + b is b + a; the first one's axes are the kernel's
-    full = tuple(pairs[0][0].meta["val"].shape) == shape
+    full = same_shape(pairs[0][0].meta["val"].shape, shape)
     return pairs if full and 1 <= len(shape) < MAX_RANK else None
 
 
@@ -89,5 +90,5 @@ def _unexpanded(ids: fx.Node) -> fx.Node:
 
 def _fits(ids: fx.Node, shape: tuple[Any, ...]) -> bool:
     """Of this shape, or of 1 in all axes but the last."""
-    mine = tuple(ids.meta["val"].shape)
-    return mine == shape or mine == (*(1 for _ in shape[:-1]), shape[-1])
+    mine = ids.meta["val"].shape
+    return same_shape(mine, shape) or same_shape(mine, (*(1 for _ in shape[:-1]), shape[-1]))

@@ -24,6 +24,7 @@ from khtst_compile.lower.projections import merge_projections, merge_rotaries
 from khtst_compile.lower.rotary import fuse_rotary, shared_heads
 from khtst_compile.lower.uniform import ELEMENTWISE, uniform_axes
 from khtst_compile.program import Program, Rewriter, arguments, call_nodes
+from khtst_compile.sizes import same_shape
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
 
@@ -158,7 +159,7 @@ def _take_residual(rw: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node | None
     if not isinstance(other, fx.Node) or other is node:
         return node, None
     mine, theirs = node.meta["val"], other.meta["val"]
-    if not isinstance(theirs, torch.Tensor) or theirs.dtype is not torch.float32 or tuple(mine.shape) != tuple(theirs.shape):
+    if not isinstance(theirs, torch.Tensor) or theirs.dtype is not torch.float32 or not same_shape(mine.shape, theirs.shape):
         return node, None
     return add, other
 

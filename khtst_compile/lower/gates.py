@@ -11,6 +11,7 @@ from torch import fx
 from khtst_compile.lower.match import is_call, sole_user
 from khtst_compile.lower.projections import mergeable, merged
 from khtst_compile.program import Rewriter, arguments, call_nodes
+from khtst_compile.sizes import same_shape
 
 aten, khtst = torch.ops.aten, torch.ops.khtst
 
@@ -35,7 +36,7 @@ def _pair(rw: Rewriter, activated: fx.Node, up: Any) -> bool:
     gate = arguments(activated)[0]
     if not all(is_call(n, khtst.w8a8_linear.default) and sole_user(n) is not None for n in (gate, up)):
         return False
-    same = gate.args[:2] == up.args[:2] and gate.meta["val"].shape == up.meta["val"].shape
+    same = gate.args[:2] == up.args[:2] and same_shape(gate.meta["val"].shape, up.meta["val"].shape)
     return same and sole_user(activated) is not None and mergeable(rw, [gate, up])
 
 

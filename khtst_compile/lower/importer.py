@@ -14,6 +14,7 @@ from torch import fx
 from tvm import relax, te
 
 from khtst_compile.lower.bounds import clip_indices
+from khtst_compile.lower.sorting import SORTING
 from khtst_compile.program import Program, Rewriter, arguments
 from khtst_compile.quiet import quiet
 
@@ -190,4 +191,5 @@ CONVERTERS: dict[str, Callable[[fx.Node, Any], Any]] = {
     "select.int": _select,
     "amax.default": _extreme,
     "amin.default": _extreme,
+    **SORTING,
 }

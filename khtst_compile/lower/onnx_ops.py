@@ -23,6 +23,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from onnxscript import opset18
 from onnxscript.values import Op, Opset
 
 from khtst_compile.errors import LoweringError
@@ -103,11 +104,18 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     ops = torch.ops.khtst
     return {
+        torch.ops.aten.sort.stable: _stable_sort,
         ops.quantize_rows.default: quantize_rows,
         ops.w8a8_linear.default: w8a8_linear,
         ops.quantize_cache.default: quantize_cache,
         ops.rotate.default: rotation,
     }
+
+
+def _stable_sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """All of an axis by TopK, of which ONNX says that equal elements keep their order; torch.onnx has it under another overload only."""
+    size = opset18.Shape(x, start=dim, end=dim + 1 if dim != -1 else None)
+    return opset18.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
 
 @dataclass

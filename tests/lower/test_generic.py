@@ -43,6 +43,12 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = 
     "masked mean": (lambda x: (x * (x > 0)).sum(1) / (x > 0).sum(1).clamp(min=1), FLOATS),
     "largest and smallest": (lambda x: x.amax(-1) - x.amin((0, 1)), FLOATS),
     "selu": (lambda x: nn.functional.selu(x) + nn.functional.elu(x, 0.5), FLOATS),
+    "sorted with equal elements": (lambda x: (x % 5).sort(dim=0, descending=True, stable=True)[1] * 10 + (x % 5).sort()[0], INTS),
+    "places in a queue": (lambda x: x.argsort(dim=0, descending=True, stable=True).argsort(dim=0), (FLOATS * 2).round()),
+    "largest three and smallest two": (
+        lambda x: torch.cat([x.topk(3, 1)[0], x.topk(2, -1, largest=False)[1].float()], 1),
+        FLOATS.sin(),
+    ),
     "concatenated": (lambda x: torch.cat([x, -x], -1).tanh(), FLOATS),
 }
 

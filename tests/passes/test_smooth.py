@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from khtst_compile.capture.factory import capture_module
 from khtst_compile.contract import run_passes
 from khtst_compile.errors import PassError, UsageError
 from khtst_compile.passes.rotate import Rotate
@@ -48,6 +49,20 @@ def test_folds_into_a_norm_that_only_the_group_reads(attention: Any) -> None:
     assert details["out"]["folded"] is None and details["head"]["folded"] is None
     assert len(list(call_nodes(after.graph, MUL))) - len(list(call_nodes(attention.graph, MUL))) == 2
     assert history(after)["changed"] == 5
+
+
+def test_a_batch_traced_at_the_number_of_features_still_varies() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain, self.fc = nn.Parameter(torch.rand(64) + 0.5), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x * self.gain)
+
+    after = run_passes(capture_module(Scaled(), (torch.randn(64, 64),)), [W8A8()])
+    assert next(q.args[1] for q in call_nodes(after.graph, torch.ops.khtst.quantize_rows.default)) is not None  # the gain moved
+    assert str(next(n for n in after.graph.nodes if n.name == "x").meta["val"].shape[0]) != "64"
 
 
 def test_does_not_fold_where_a_residual_reads_too(residual: Any, evaluate: Any) -> None:

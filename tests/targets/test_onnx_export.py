@@ -239,6 +239,22 @@ def test_equal_products_that_the_exporter_merges_are_verified(tmp_path: Path) ->
     assert [r.site for r in report.rows if r.what == "int32 sums"] == ["linear", "linear", "head"]
 
 
+class Queue(nn.Module):
+    """x (batch, 3) float32 -> the place of each element in its column, largest first, equal ones in order: (batch, 3) int64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
+
+
+def test_a_stable_sort_keeps_equal_elements_in_order(tmp_path: Path) -> None:
+    program = capture_module(Queue(), (torch.zeros(4, 3),))
+    export_onnx(program, tmp_path / "queue.onnx")
+    for rows in (1, 2, 9, 1000):  # onnxruntime chooses among algorithms by the number of rows
+        x = torch.randint(0, 4, (rows, 3), generator=torch.Generator().manual_seed(rows)).float()
+        got = run(session(tmp_path / "queue.onnx"), {"x": x})["output"]
+        assert torch.equal(got, Queue()(x))
+
+
 class Masked(nn.Module):
     """(batch, 2, 4, 8) float32 attending to itself twice under one mask."""
 
