@@ -10,7 +10,7 @@ from khtst_compile.zoo.jepa.losses import Losses, collapse
 from khtst_compile.zoo.jepa.masks import Mask, draw_mask
 from khtst_compile.zoo.jepa.pairs import Bidirectional, CrossModal, Edited
 from khtst_compile.zoo.jepa.patches import Patches, pieces
-from khtst_compile.zoo.jepa.probe import linear_probe
+from khtst_compile.zoo.jepa.probe import digits_probe, linear_probe
 from khtst_compile.zoo.jepa.training import Epoch, Settings, train
 from khtst_compile.zoo.jepa.variants import VARIANTS, Variant
 
@@ -32,6 +32,7 @@ __all__ = [
     "Settings",
     "Variant",
     "collapse",
+    "digits_probe",
     "draw_mask",
     "linear_probe",
     "pieces",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from khtst_compile.zoo.frozen import FrozenQuantizer
 from khtst_compile.zoo.jepa.core import Encoder, Predictor
 
 
@@ -17,6 +18,19 @@ class Embedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.encoder(self.cut(x))
         return y
+
+
+class Coded(nn.Module):
+    """A recording (batch, ...) -> what a frozen codebook makes of the embeddings of its patches (batch, N, d), and which codes those are
+    (batch, N) int64."""
+
+    def __init__(self, cut: nn.Module, encoder: Encoder, codebook: FrozenQuantizer) -> None:
+        super().__init__()
+        self.cut, self.encoder, self.codebook = cut, encoder, codebook
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = self.codebook(self.encoder(self.cut(x)))
+        return values, ids
 
 
 class Prediction(nn.Module):

@@ -1,15 +1,18 @@
-"""The ten predictors of the zoo: what each trains on, how it is cut and masked, and what of it is compiled."""
+"""The ten predictors of the zoo, and Image-JEPA with other insides: data, patches, masks, and what is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from khtst_compile.zoo.gsq import StiefelQuantizer
 from khtst_compile.zoo.jepa import masks, samples
-from khtst_compile.zoo.jepa.compiled import Conditioned, Embedding, Prediction
+from khtst_compile.zoo.jepa.arms import ARMS
+from khtst_compile.zoo.jepa.compiled import Coded, Conditioned, Embedding, Prediction
 from khtst_compile.zoo.jepa.core import Encoder, Jepa, Learner, Predictor
 from khtst_compile.zoo.jepa.pairs import Bidirectional, CrossModal, Edited
 from khtst_compile.zoo.jepa.patches import Patches, pieces
@@ -40,22 +43,34 @@ class Variant:
 
 
 def masked(
-    load: Callable[[], tuple[Tensor, ...]], cut: Patches, block: masks.Block, *, condition: int = 0, count: int = 2, d: int = D
+    load: Callable[[], tuple[Tensor, ...]],
+    cut: Patches,
+    block: masks.Block,
+    *,
+    condition: int = 0,
+    d: int = D,
+    body: Callable[[int], nn.Module] | None = None,
+    codes: int = 0,
 ) -> Variant:
-    """Blocks of patches from the other patches; `condition`: the features of a second input, which the predictor alone sees."""
+    """Blocks of patches from the other patches. condition: features of a second input, which the predictor alone sees; body: what stands
+    behind the MLPs of encoder and predictor; codes: of a codebook between encoder and predictor."""
 
     def born() -> Jepa:
-        return Jepa(Encoder(cut.width, d), Predictor(d, d, d, condition), cut.count, d)
+        encoder = Encoder(cut.width, d, body(d) if body else None)
+        predictor = Predictor(d, d, d, condition, body(d) if body else None)
+        return Jepa(encoder, predictor, cut.count, d, bottleneck=StiefelQuantizer(d, codes, mode="ste_ema") if codes else None)
 
     def compiled(model: Learner) -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         assert isinstance(model, Jepa)
         found: dict[str, tuple[nn.Module, tuple[int, ...]]] = {"encoder": (Embedding(cut, model.encoder), (0,))}
+        if isinstance(model.bottleneck, StiefelQuantizer):
+            found["codes"] = (Coded(cut, model.encoder, model.bottleneck.freeze()), (0,))
         if condition:
             found["predictor"] = (Conditioned(cut, model.encoder, model.predictor, model.positions), (0, 1))
         return found
 
     def draw(fraction: float, generator: torch.Generator) -> masks.Mask:
-        return masks.draw_mask(block, cut.grid, fraction, generator, count)
+        return masks.draw_mask(block, cut.grid, fraction, generator)
 
     return Variant(load, (cut, *([nn.Identity()] if condition else [])), born, draw, compiled)
 
@@ -135,8 +150,15 @@ def bidirectional() -> Variant:
     )
 
 
+def image(body: Callable[[int], nn.Module] | None = None, codes: int = 0) -> Variant:
+    """Digits of 8 x 8 in patches of 3 x 3, the last of which overhang."""
+    return masked(samples.digit_images, Patches((8, 8), (3, 3)), masks.blocks, body=body, codes=codes)
+
+
 VARIANTS: dict[str, Callable[[], Variant]] = {
-    "image": lambda: masked(samples.digit_images, Patches((8, 8), (3, 3)), masks.blocks),
+    "image": image,
+    **{f"image-{name}": partial(image, body) for name, body in ARMS.items()},
+    "image-codes": partial(image, codes=32),
     "photograph": lambda: masked(samples.photograph_images, Patches((32, 32), (8, 8), channels=3), masks.blocks, d=64),
     "video": lambda: masked(samples.head_clips, Patches((8, 8, 8), (2, 4, 4)), masks.tubes),
     "action": lambda: masked(samples.pans, Patches((4, 16, 16), (2, 4, 4)), masks.tubes, condition=2),
