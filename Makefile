@@ -1,4 +1,4 @@
-# setup | demo | test | lint | bench. Everything runs from .venv, which `make setup` builds and every other target needs.
+# setup | demo | test | lint | zoo | bench. Everything runs from .venv, which `make setup` builds and every other target needs.
 PYTHON ?= python3
 VENV ?= .venv
 # Extra arguments for pip, such as `--index-url https://download.pytorch.org/whl/cpu` to take torch without CUDA.
@@ -11,10 +11,10 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: help setup demo test lint bench constraints clean
+.PHONY: help setup demo test lint zoo bench constraints clean
 
 help:
-	@echo "make setup | demo | test | lint | bench | constraints | clean"
+	@echo "make setup | demo | test | lint | zoo | bench | constraints | clean"
 
 setup: $(STAMP)
 
@@ -36,6 +36,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every model of the zoo the whole way: quantized, exported, for x86, for ARM under emulation. MODELS='gsq ssm' takes some and writes no docs.
+MODELS ?=
+zoo: $(STAMP)
+	$(BIN)/python scripts/zoo.py $(or $(MODELS),--docs docs/zoo.md)
 
 # Kernels against the machine's ceiling, then whole models against onnxruntime and torch.
 bench: $(STAMP)

@@ -55,7 +55,7 @@ def sea_temperature() -> Tensor:
 def windows(series: Tensor, pieces: int, size: int) -> tuple[Tensor, Tensor]:
     """Every run of `pieces` + 1 adjoining pieces of `size` samples: series (n,) -> x (m, pieces, size) and, one piece later each,
     target (m, pieces, size); m = n - (pieces + 1) size + 1."""
-    runs = series.unfold(0, (pieces + 1) * size, 1).unflatten(1, (pieces + 1, size))
+    runs = series.unfold(0, (pieces + 1) * size, 1).reshape(-1, pieces + 1, size)
     return runs[:, :-1].contiguous(), runs[:, 1:].contiguous()
 
 

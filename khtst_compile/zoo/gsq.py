@@ -18,7 +18,16 @@ from khtst_compile.zoo.noise import gumbel, uniform
 from khtst_compile.zoo.polar import delta_ort, polar
 from khtst_compile.zoo.streams import stream
 
-__all__ = ["CodeReport", "Quantized", "ResidualQuantizer", "StiefelQuantizer", "perplexity", "relaxed", "straight_through"]
+__all__ = [
+    "CodeReport",
+    "Quantized",
+    "ResidualQuantizer",
+    "Schedule",
+    "StiefelQuantizer",
+    "perplexity",
+    "relaxed",
+    "straight_through",
+]
 
 MODES = ("gsq", "ste_ema")
 

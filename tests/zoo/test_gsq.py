@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khtst_compile.errors import UsageError
 from khtst_compile.zoo import gsq
-from khtst_compile.zoo.frozen import DELTA_ORT, FrozenQuantizer
+from khtst_compile.zoo.frozen import DELTA_ORT, FrozenQuantizer, FrozenResidual
 from khtst_compile.zoo.gsq import Quantized, ResidualQuantizer, Schedule, StiefelQuantizer, perplexity, relaxed, straight_through
 from khtst_compile.zoo.polar import delta_ort, polar
 
@@ -154,9 +154,22 @@ def test_evaluation_changes_nothing() -> None:
     assert all(torch.equal(v, before[k]) for k, v in quantizer.state_dict().items())
 
 
-def test_tau_falls_linearly_and_stays() -> None:
-    schedule = Schedule(1.0, 0.2, 8)
+class Endless(Schedule):
+    """The fault: it goes on falling, below zero."""
+
+    def at(self, step: Tensor) -> Tensor:
+        return self.start + (self.end - self.start) * (step.float() / self.steps)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """From 1.0 to 0.2 within 8 steps."""
     assert [float(schedule.at(torch.tensor(n))) for n in (0, 2, 4, 8, 100)] == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
+
+
+def test_tau_falls_linearly_and_stays() -> None:
+    check_schedule(Schedule(1.0, 0.2, 8))
+    with pytest.raises(AssertionError):
+        check_schedule(Endless(1.0, 0.2, 8))
     cold, hot = (StiefelQuantizer(16, 7, tau=Schedule(t, t, 1)) for t in (1e-3, 10.0))
     z = vectors(64, 16) * 100
     near = cold.scale * cold.codebook()[cold.eval()(z).ids]
@@ -195,13 +208,10 @@ def test_straight_through_moves_the_codes_towards_what_chose_them() -> None:
         assert error(last, z) < 0.8 * error(first, z)
 
 
-def test_each_level_takes_what_is_left() -> None:
-    residual = ResidualQuantizer(16, 16, 3, seed=4)
-    for seed in range(50):
-        residual(vectors(64, 16, seed))
-    frozen, z = residual.freeze(), vectors(256, 16, 77)
+def check_residual(frozen: FrozenResidual, z: Tensor) -> None:
+    """Each level quantizes what those before it left over, and so lowers the error."""
     found = frozen(z)
-    assert found.ids.shape == (256, 3)
+    assert found.ids.shape == (len(z), 3)
     rest, sums = z, torch.zeros_like(z)
     for number, level in enumerate(frozen.levels):
         values, ids = level(rest)
@@ -210,7 +220,26 @@ def test_each_level_takes_what_is_left() -> None:
     assert torch.equal(sums, found.values)
     errors = [float((z - t).square().mean()) for t in (0 * z, frozen.levels[0](z).values, found.values)]
     assert errors[0] > errors[1] > errors[2]
+
+
+class Repeated(FrozenResidual):
+    """The fault: every level quantizes z itself."""
+
+    def forward(self, z: Tensor) -> Quantized:
+        found = [level(z) for level in self.levels]
+        return Quantized(torch.stack([f.values for f in found]).sum(0), torch.stack([f.ids for f in found], -1))
+
+
+def test_each_level_takes_what_is_left() -> None:
+    residual = ResidualQuantizer(16, 16, 3, seed=4)
+    for seed in range(50):
+        residual(vectors(64, 16, seed))
     assert len(residual.report()) == 3 and not torch.equal(residual.levels[0].weight, residual.levels[1].weight)
+    frozen, z = residual.freeze(), vectors(256, 16, 77)
+    check_residual(frozen, z)
+    frozen.__class__ = Repeated
+    with pytest.raises(AssertionError):
+        check_residual(frozen, z)
 
 
 @pytest.mark.parametrize("mode", gsq.MODES)
@@ -242,3 +271,10 @@ def test_what_is_refused() -> None:
         StiefelQuantizer(4, 4)(torch.zeros(3, 5))
     with pytest.raises(UsageError, match="levels is 0"):
         ResidualQuantizer(4, 4, 0)
+
+
+@pytest.mark.parametrize("mode", gsq.MODES)
+def test_no_device_is_written_down(mode: str) -> None:
+    """On "meta" anything made on another device fails."""
+    found = StiefelQuantizer(16, 7, mode=mode).to("meta")(torch.zeros(2, 5, 16, device="meta"))
+    assert found.values.device.type == found.ids.device.type == "meta" and found.ids.shape == (2, 5)

@@ -79,15 +79,20 @@ def test_compiled_and_seeded() -> None:
     assert not torch.equal(ReplaySsm(4, 6, 3, seed=6)(x), model(x))
 
 
+def test_no_device_is_written_down() -> None:
+    """On "meta" anything made on another device fails."""
+    assert ReplaySsm(4, 6, 3).to("meta")(torch.zeros(2, 9, 4, device="meta")).shape == (2, 9, 3)
+
+
 def numbered(first: int, last: int) -> tuple[Tensor, Tensor]:
     """Pairs that say their number: x (n, 2), target (n,) = x * 10."""
     numbers = torch.arange(first, last).float()
     return numbers[:, None].repeat(1, 2), numbers * 10
 
 
-@pytest.mark.parametrize("parts", [[3], [5], [7], [2, 2, 2], [5, 1], [4, 9, 1], [1] * 12])
-def test_the_oldest_pairs_go_first(parts: list[int]) -> None:
-    buffer, total = ReplayBuffer(5, (2,), ()), 0
+def check_first_in_first_out(buffer: ReplayBuffer, parts: list[int]) -> None:
+    """A buffer for 5 such pairs holds the last 5, x with its target, and draws all of them."""
+    total = 0
     for n in parts:
         buffer.push(*numbered(total, total + n))
         total += n
@@ -96,6 +101,26 @@ def test_the_oldest_pairs_go_first(parts: list[int]) -> None:
     x, target = buffer.sample(500, stream(0, "replay"))
     assert torch.equal(target, x[:, 0] * 10), "a target stays with its x"
     assert sorted(set(x[:, 0].tolist())) == expected
+
+
+@pytest.mark.parametrize("parts", [[3], [5], [7], [2, 2, 2], [5, 1], [4, 9, 1], [1] * 12])
+def test_the_oldest_pairs_go_first(parts: list[int]) -> None:
+    check_first_in_first_out(ReplayBuffer(5, (2,), ()), parts)
+
+
+class Full(ReplayBuffer):
+    """The fault: once it is full, the last place alone is written again."""
+
+    def push(self, x: Tensor, target: Tensor) -> None:
+        for pair in zip(x.split(1), target.split(1), strict=True):
+            self.added.clamp_(max=len(self.x) - 1)
+            super().push(*pair)
+
+
+def test_another_order_is_noticed() -> None:
+    check_first_in_first_out(Full(5, (2,), ()), [5])
+    with pytest.raises(AssertionError):
+        check_first_in_first_out(Full(5, (2,), ()), [5, 2])
 
 
 def test_what_the_buffer_refuses() -> None:
