@@ -23,6 +23,10 @@ def test_entries_hold_a_model_and_what_it_takes(entry: Entry, monkeypatch: pytes
     assert not module.training and module is not again
     inputs, samples = entry.inputs(), entry.samples()
     assert len(inputs[0]) >= 2 and len(samples) >= 8
+    cut = len(samples) * 3 // 4
+    known = {tuple(t[i].numpy().tobytes() for t in batch) for batch in samples[:cut] for i in range(len(batch[0]))}
+    judged = [tuple(t[i].numpy().tobytes() for t in batch) for batch in samples[cut:] for i in range(len(batch[0]))]
+    assert judged and not known & set(judged), "what judges was calibrated on"
     with torch.no_grad():
         for given in (inputs, samples[-1]):
             a, b = module(*given), again(*given)
