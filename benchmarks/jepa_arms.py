@@ -1,6 +1,6 @@
 """Image-JEPA on digits with different insides, over several seeds: does a mixture of experts pay, and what does a codebook cost?
 
-python benchmarks/jepa_arms.py [--epochs 25] [--seeds 3]
+python benchmarks/jepa_arms.py [--epochs 20] [--seeds 3] [--rate 2e-3]
 
 Arms of one seed have the same masks and batches. A linear probe reads the embeddings of all patches; every fourth digit is held out.
 """
@@ -20,8 +20,9 @@ NAMES = ("image", "image-small", "image-dense", "image-moe", "image-codes")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=2e-3, help="AdamW's at the start")
     args = parser.parse_args()
     rows: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in NAMES}
     sizes, notes = {}, {}
@@ -33,7 +34,7 @@ def main() -> None:
             sizes[name] = sum(p.numel() for p in (*model.encoder.parameters(), *model.predictor.parameters()))
             with torch.no_grad():
                 random = digits_probe(model.encoder(patches))
-            last = train(model, (patches,), variant.draw, Settings(args.epochs, rate=5e-3, seed=seed))[-5:]
+            last = train(model, (patches,), variant.draw, Settings(args.epochs, rate=args.rate, seed=seed))[-5:]
             with torch.no_grad():
                 accuracy = digits_probe(model.encoder(patches))
             means = [statistics.fmean(getattr(e, k) for e in last) for k in ("predictive", "variance")]

