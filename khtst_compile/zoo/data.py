@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -63,6 +65,56 @@ def windows(series: Tensor, pieces: int, size: int) -> tuple[Tensor, Tensor]:
     target (m, pieces, size); m = n - (pieces + 1) size + 1."""
     runs = series.unfold(0, (pieces + 1) * size, 1).reshape(-1, pieces + 1, size)
     return runs[:, :-1].contiguous(), runs[:, 1:].contiguous()
+
+
+def photographs() -> Tensor:
+    """-> (2, 3, 427, 640) float32 in [0, 1]: a temple and a flower, RGB. By danielbuechele and vultilion (CC BY 2.0), in scikit-learn."""
+    from sklearn.datasets import load_sample_images
+
+    return torch.from_numpy(np.stack(load_sample_images().images)).permute(0, 3, 1, 2).float() / 255
+
+
+def eeg() -> Tensor:
+    """-> (4, 800) float32, four channels of an electroencephalogram, each mean 0 and standard deviation 1. Sample data of matplotlib
+    (matplotlib license)."""
+    raw = np.fromfile(_matplotlib("eeg.dat"), dtype=np.float64).reshape(800, 4)
+    return torch.stack([standard(torch.from_numpy(c)) for c in raw.T]).float()
+
+
+def anatomical() -> Tensor:
+    """-> (33, 41, 25) float32, a T1 magnetic resonance image of a head, 2 mm a voxel, mean 0 and standard deviation 1. In nibabel (MIT)."""
+    return standard(_nifti("anatomical.nii"))
+
+
+def functional() -> Tensor:
+    """-> (20, 3, 17, 21) float32, functional magnetic resonance images of the same head: 20 times, 2 s apart, of 3 slices, 4 x 4 x 8 mm a
+    voxel, mean 0 and standard deviation 1. In nibabel (MIT)."""
+    return standard(_nifti("functional.nii").permute(3, 2, 0, 1))
+
+
+def terrain() -> Tensor:
+    """-> (344, 403) float32, height in m of the land around the Jacksboro fault, Tennessee, every 1/1200 degree. US Geological Survey
+    (public domain), sample data of matplotlib."""
+    with np.load(_matplotlib("jacksboro_fault_dem.npz")) as found:
+        return torch.from_numpy(found["elevation"].astype(np.float32))
+
+
+def standard(x: Tensor) -> Tensor:
+    """x less its mean, over its standard deviation."""
+    return (x - x.mean()) / x.std()
+
+
+def _matplotlib(name: str) -> Path:
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "sample_data" / name
+
+
+def _nifti(name: str) -> Tensor:
+    import nibabel
+
+    image = nibabel.load(Path(nibabel.__file__).parent / "tests" / "data" / name)
+    return torch.from_numpy(np.ascontiguousarray(image.get_fdata(dtype=np.float32)))
 
 
 def _standard(values: npt.NDArray[np.generic]) -> Tensor:
