@@ -238,7 +238,10 @@ class _Collector:
         silent = [n.name for n in self.linears if self.gradients and n.name not in self.with_gradient]
         if silent:
             log.warning(
-                "no gradient reaches %d of %d linears (%s ...); they carry no weight", len(silent), len(self.linears), silent[0]
+                "no gradient reaches %d of %d linears (%s ...); each of them is judged by its own relative error",
+                len(silent),
+                len(self.linears),
+                silent[0],
             )
         return Stats(found, self.seen, source, self.kept_batches)
 
