@@ -40,6 +40,7 @@ class Isa:
     options:        of LLVM itself, as its command line has them.
     rounds:         whether it converts float to the nearest integer in one instruction.
     fence:          an LLVM intrinsic of one int32 that does nothing, and that no load is moved across; "" where registers suffice anyway.
+    max_keeps_nan:  whether the larger of two floats is NaN where one of them is, in one instruction.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
 
@@ -56,6 +57,7 @@ class Isa:
     options: tuple[str, ...] = ()
     rounds: bool = True
     fence: str = ""
+    max_keeps_nan: bool = False
     emulated: bool = False
 
     @property
@@ -102,7 +104,19 @@ _ARM_OPTIONS = ("-vectorize-loops:bool=0", "-vectorize-slp:bool=0")
 
 def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
     return Isa(
-        name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS, fence="llvm.aarch64.hint"
+        name,
+        "generic",
+        mattr,
+        cpu_flags,
+        "int8",
+        0,
+        128,
+        32,
+        dot,
+        "aarch64-linux-gnu",
+        _ARM_OPTIONS,
+        fence="llvm.aarch64.hint",
+        max_keeps_nan=True,
     )
 
 

@@ -28,7 +28,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.act import activation
-from khtst_compile.targets.kernels.rotation import MOST, Rotation, emit_rotation, rotation_reference
+from khtst_compile.targets.kernels.rotation import Rotation, emit_rotation, lanes_at_once, rotation_reference
 from khtst_compile.targets.kernels.rows import (
     LEAD2,
     Arguments,
@@ -55,6 +55,7 @@ from khtst_compile.targets.kernels.vec import (
     i32,
     lane,
     lanes_of,
+    maximum,
     mul,
     rounded,
     small,
@@ -114,16 +115,19 @@ PER_ROW = Quantizer()
 """Dynamic, nothing before it."""
 
 
-def new_peak(lanes: int = LANES) -> Expr:
-    """Running maxima of |value|, as bits: magnitudes compare as integers, and a NaN is larger than them all."""
-    peak = small(lanes, "int32")
-    store(peak, bits(f32(float(FLOOR), lanes)), 0)
+def new_peak(lanes: int = LANES, floats: bool = False) -> Expr:
+    """Running maxima of |value|, in which a NaN stays. They are kept as bits, since magnitudes compare as integers and a NaN is larger than
+    them all; or as floats, where the maximum of floats keeps a NaN by itself."""
+    floor = f32(float(FLOOR), lanes)
+    peak = small(lanes, "float32" if floats else "int32")
+    store(peak, floor if floats else bits(floor), 0)
     return peak
 
 
-def track(peak: Expr, values: Expr, at: int = 0) -> None:
-    """Raise running maxima from lane `at`."""
-    store(peak, T.max(bits(absolute(values)), peak[span(at, lanes_of(values))]), at)
+def track(peak: Expr, values: Expr) -> None:
+    """Raise running maxima."""
+    before, size = peak[span(0, lanes_of(values))], absolute(values)
+    store(peak, T.max(bits(size), before) if str(peak.dtype) == "int32" else maximum(size, before), 0)
 
 
 def largest(peak: Expr, lanes: int = LANES) -> Expr:
@@ -132,7 +136,8 @@ def largest(peak: Expr, lanes: int = LANES) -> Expr:
 
 
 def _largest_bits(peak: Expr, lanes: int = LANES) -> Expr:
-    return lane(across(peak[span(0, lanes)], T.max))
+    found = peak[span(0, lanes)]
+    return lane(across(found if str(peak.dtype) == "int32" else bits(T.Bind(found)), T.max))
 
 
 def emit_codes(isa: Isa, codes: Expr, at: Expr, t: Expr, inv: Expr, static: bool) -> None:
@@ -209,14 +214,14 @@ class RowQuantizer:
 
     def _prepare(self, place: Place) -> None:
         rotation, static = self.spec.rotation, self.spec.static
-        lanes = LANES if rotation is None else MOST
-        peak = None if static else new_peak(lanes)
+        lanes = LANES if rotation is None else lanes_at_once(self.isa)
+        peak = None if static else new_peak(lanes, self.isa.max_keeps_nan)
         source, kept = self._smoothed(place), self._kept(place)
         at = T.Bind(place.slot * round_up(self.width))
 
-        def visit(values: Expr, part: int = 0) -> None:
+        def visit(values: Expr) -> None:
             if not static:
-                track(peak, values, part * lanes_of(values) % lanes)
+                track(peak, values)
 
         def one(off: Expr, valid: int) -> None:
             value = source(off, valid, LANES)
@@ -242,7 +247,7 @@ class RowQuantizer:
         inv = T.Bind(splat(self.flat[f"inv{self.tag}"][0] if static else place.scratch["inverse"][place.slot]))
         base, at = T.Bind(place.row * round_up(self.width)), T.Bind(place.slot * round_up(self.width))
         source, kept = self._smoothed(place), self._kept(place)
-        peak = new_peak() if static else None
+        peak = new_peak(floats=self.isa.max_keeps_nan) if static else None
 
         def one(off: Expr, valid: int) -> None:
             value = T.Bind(kept[span(at + off)]) if self._keeps else source(off, valid, LANES)

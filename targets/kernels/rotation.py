@@ -57,10 +57,9 @@ def lanes_at_once(isa: Isa) -> int:
 
 
 def emit_rotation(
-    isa: Isa, rotation: Rotation, source: Source, t: Expr, at: Expr, width: int, visit: Callable[[Expr, int], None]
+    isa: Isa, rotation: Rotation, source: Source, t: Expr, at: Expr, width: int, visit: Callable[[Expr], None]
 ) -> None:
-    """Transform a row blockwise into t[at + offset], and call `visit(values, part)` with all finished values, `lanes_at_once` at a time;
-    part: which of every 16 features they are.
+    """Transform a row blockwise into t[at + offset], and call `visit` with all finished values, `lanes_at_once` at a time.
 
     Of each 16 consecutive features as many are handled at once, for the whole block: the far stages and distances within a register.
     What is farther apart pairs these parts, which each does with those before it as it finishes. Lanes are independent in every stage,
@@ -85,7 +84,7 @@ def emit_rotation(
                 begin = T.Bind(base + turn * lanes)
                 for k, value in enumerate(mixed(begin)):
                     store(t, value, at + begin + 16 * k)
-                    visit(value, k)
+                    visit(value)
             return
         for number in range(parts):
             for k, value in enumerate(mixed(base + number * lanes)):
@@ -95,7 +94,7 @@ def emit_rotation(
                 for part, found in _paired(number, value, lambda part: T.Bind(t[span(place + part * lanes, lanes)])).items():  # noqa: B023
                     store(t, found, place + part * lanes)
                     if number == parts - 1:
-                        visit(found, part)
+                        visit(found)
 
 
 def _paired(number: int, value: Expr, stored: Callable[[int], Expr]) -> dict[int, Expr]:

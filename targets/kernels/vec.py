@@ -129,6 +129,11 @@ def absolute(value: Expr) -> Expr:
     return _intrinsic("fabs", value, value)
 
 
+def maximum(a: Expr, b: Expr) -> Expr:
+    """The larger of two, NaN where either is: an instruction on ARM, five on x86."""
+    return _intrinsic("maximum", a, a, b)
+
+
 def sqrt(value: Expr) -> Expr:
     """Square root, correctly rounded."""
     return _intrinsic("sqrt", value, value)
