@@ -128,7 +128,7 @@ def test_nothing_is_built_where_the_runner_cannot_be(made: Made, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(platforms, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentProblem, match="no C.* compiler for (linux/amd64|x86_64-linux-gnu)"):
+    with pytest.raises(EnvironmentProblem, match=r"no C.* compiler for (linux/amd64|x86_64-linux-gnu)"):
         kc.lower(made.quantized, tmp_path / "x86", target="x86-avx2", emit_runner=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -96,13 +96,17 @@ class Follower(nn.Module):
 
     @torch.no_grad()
     def follow(self, module: nn.Module, momentum: float) -> None:
-        """One step towards `module`; buffers (counts, scales) are taken over. Raises UsageError unless 0 <= momentum <= 1."""
+        """One step towards `module`; buffers (counts, scales) and further state (roles) are taken over. Raises UsageError unless
+        0 <= momentum <= 1."""
         if not 0 <= momentum <= 1:
             raise UsageError(f"momentum is {momentum}; needed: 0 (equal at once) to 1 (never moves)")
         for mine, other in zip(self.copy.parameters(), module.parameters(), strict=True):
             mine.lerp_(other, 1 - momentum)
         for held, new in zip(self.copy.buffers(), module.buffers(), strict=True):
             held.copy_(new)
+        for part, its in zip(self.copy.modules(), module.modules(), strict=True):
+            if type(its).get_extra_state is not nn.Module.get_extra_state:
+                part.set_extra_state(its.get_extra_state())
 
 
 class Learner(nn.Module):

@@ -13,6 +13,7 @@ from khtst_compile.zoo.jepa.core import Encoder, Follower, Jepa, Learner, Predic
 from khtst_compile.zoo.jepa.losses import AUXILIARY, Losses
 from khtst_compile.zoo.jepa.masks import Mask, blocks, draw_mask
 from khtst_compile.zoo.jepa.pairs import Bidirectional, CrossModal, Edited
+from khtst_compile.zoo.moe import RedirectableMoe
 
 
 @pytest.fixture(autouse=True)
@@ -307,3 +308,12 @@ def test_stays_on_its_device() -> None:
     context = model.encoder.encode(torch.empty(5, 6, 7, device="meta")[:, mask.to("meta").context])[0]
     assert context.device.type == "meta"
     assert model(torch.empty(5, 6, 7, device="meta"), mask=mask.to("meta")).total.device.type == "meta"
+
+
+def test_roles_are_taken_over() -> None:
+    """They are no parameter and no buffer, and a target whose experts have other roles would be another model."""
+    module = RedirectableMoe(8, 4, 1)
+    follower = Follower(module)
+    module.redirect(module.roles.exchange())
+    follower.follow(module, 0.5)
+    assert follower.copy.roles == module.roles
