@@ -38,6 +38,8 @@ class Isa:
                     (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
                     "smmla" (ARM).
     options:        of LLVM itself, as its command line has them.
+    by_lane:        a fused multiply-add takes one lane of a register as a factor of all lanes, so that four steps over k of a row are one
+                    load.
     rounds:         whether it converts float to the nearest integer in one instruction.
     fence:          an LLVM intrinsic of one int32 that does nothing, and that no load is moved across; "" where registers suffice anyway.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
@@ -56,6 +58,7 @@ class Isa:
     options: tuple[str, ...] = ()
     rounds: bool = True
     fence: str = ""
+    by_lane: bool = False
     emulated: bool = False
 
     @property
@@ -102,7 +105,19 @@ _ARM_OPTIONS = ("-vectorize-loops:bool=0", "-vectorize-slp:bool=0")
 
 def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str) -> Isa:
     return Isa(
-        name, "generic", mattr, cpu_flags, "int8", 0, 128, 32, dot, "aarch64-linux-gnu", _ARM_OPTIONS, fence="llvm.aarch64.hint"
+        name,
+        "generic",
+        mattr,
+        cpu_flags,
+        "int8",
+        0,
+        128,
+        32,
+        dot,
+        "aarch64-linux-gnu",
+        _ARM_OPTIONS,
+        fence="llvm.aarch64.hint",
+        by_lane=True,
     )
 
 
