@@ -38,6 +38,8 @@ class Isa:
                     (vpmaddwd + vpaddd on int16 pairs), "dpbusd" (vpdpbusd on uint8 x int8 quadruples), "smull", "sdot" or
                     "smmla" (ARM).
     options:        of LLVM itself, as its command line has them.
+    by_lane:        a fused multiply-add takes one lane of a register as a factor of all lanes, so that four steps over k of a row are one
+                    load.
     rounds:         whether it converts float to the nearest integer in one instruction.
     fence:          an LLVM intrinsic of one int32 that does nothing, and that no load is moved across; "" where registers suffice anyway.
     max_keeps_nan:  whether the larger of two floats is NaN where one of them is, in one instruction.
@@ -58,6 +60,7 @@ class Isa:
     rounds: bool = True
     fence: str = ""
     max_keeps_nan: bool = False
+    by_lane: bool = False
     emulated: bool = False
 
     @property
@@ -117,6 +120,7 @@ def _arm(name: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], dot: str
         _ARM_OPTIONS,
         fence="llvm.aarch64.hint",
         max_keeps_nan=True,
+        by_lane=True,
     )
 
 

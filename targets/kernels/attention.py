@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from khtst_compile.targets.kernels import fmla_lane
 from khtst_compile.targets.kernels.attention_pack import Block, Task, key_bias, pack_keys, pack_values, row_bias
 from khtst_compile.targets.kernels.attention_spec import Attention, Mask, Operand, reference
 from khtst_compile.targets.kernels.rows import each_vector, fixed, load, round_up, save
@@ -39,6 +40,8 @@ from khtst_compile.targets.kernels.vec import (
 
 __all__ = ["Attention", "Mask", "Operand", "prim_func", "reference"]
 
+_VECTORS = 4
+"""Registers of 16 columns where a register has four lanes."""
 _ROWS = 256
 """Rows of one task: packing K and V again for the next ones costs little then."""
 
@@ -213,11 +216,17 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
                 for key, sums in zip(keys, acc, strict=True):
                     store(sums[i], fma(query, key, sums[i][span(0)]), 0)
 
-        turns = spec.head_dim // spec.unroll
-        with T.serial(T.int64(0), T.int64(turns)) as turn:
-            for u in range(spec.unroll):
-                products(turn * spec.unroll + u)
-        for c in range(turns * spec.unroll, spec.head_dim):
+        if side == 1 and fmla_lane.serves(spec.isa, size, _VECTORS, pitch):
+            base = T.Bind(js[0] * (spec.head_dim * LANES))
+            _by_lane(acc[0], task.scaled, pitch, task.keys_packed, base, T.int64(spec.head_dim))
+            done = spec.head_dim // fmla_lane.STEPS * fmla_lane.STEPS
+        else:
+            turns = spec.head_dim // spec.unroll
+            done = turns * spec.unroll
+            with T.serial(T.int64(0), T.int64(turns)) as turn:
+                for u in range(spec.unroll):
+                    products(turn * spec.unroll + u)
+        for c in range(done, spec.head_dim):
             products(T.int64(c))
         for j, sums in zip(js, acc, strict=True):
             for i, a in enumerate(sums):
@@ -241,6 +250,19 @@ def _scores(spec: Attention, task: Task, block: Block, row: Expr, size: int) -> 
     if spec.causal:
         with T.serial(whole, block.panels) as j:
             panels(j, 1, True)
+
+
+def _by_lane(sums: list[Expr], a: Expr, pitch: int, b: Expr, base: Expr, depth: Expr) -> Expr:
+    """Add all whole fmla_lane.STEPS of `depth` products to the sums of a tile; returns how many steps these are.
+
+    a: flat buffer, rows `pitch` apart from 0 on; b: flat buffer, from `base` on 16 columns a step.
+    """
+    turns = T.Bind(T.truncdiv(depth, T.int64(fmla_lane.STEPS)))
+    with T.serial(T.int64(0), turns) as turn:
+        k = T.Bind(turn * fmla_lane.STEPS)
+        cells = [[T.address_of(row[j * (LANES // _VECTORS)]) for j in range(_VECTORS)] for row in sums]
+        fmla_lane.multiply_steps(cells, T.address_of(a[k]), pitch, T.address_of(b[base + k * LANES]))
+    return T.Bind(turns * fmla_lane.STEPS)
 
 
 def _powers(task: Task, block: Block, row: Expr, size: int, shrink: Expr) -> None:
@@ -337,7 +359,10 @@ def _values(
             for place, i, a in each:
                 store(a, mul(load(out, place, valid), splat(shrink[i])), 0)
     bases = [T.Bind(off * spec.key_block) for off in offsets]
-    with T.serial(T.int64(0), block.count) as key:
+    done: Expr = T.int64(0)
+    if len(offsets) == 1 and fmla_lane.serves(spec.isa, size, _VECTORS, block.pitch):
+        done = _by_lane(acc[0], task.scores, block.pitch, task.values_packed, bases[0], block.count)
+    with T.serial(done, block.count) as key:
         values = [T.Bind(task.values_packed[span(base + key * LANES)]) for base in bases]
         for i in range(size):
             power = splat(task.scores[i * block.pitch + key])

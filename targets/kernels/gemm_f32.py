@@ -19,6 +19,7 @@ from khtst_compile.errors import LoweringError
 from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
+from . import fmla_lane
 from .act import activation
 from .rows import LEAD2, Arguments, Lead
 from .tiles import Panels, Sink, Tile, ask_ahead, for_tiles, multiply_add, panels_of
@@ -118,6 +119,9 @@ def prim_func(spec: GemmF32) -> tirx.PrimFunc:
                 [column * spec.k for column in columns],
                 ask,
                 spec.how.unroll,
+                (flat["a"], lambda k: first * spec.k + k, spec.k)
+                if len(side) == 1 and fmla_lane.serves(spec.isa, count, panels.vectors, spec.k)
+                else None,
             )
             for p, panel in enumerate(side):
                 for i in range(count):

@@ -11,6 +11,7 @@ from tvm.tirx.script import builder as T
 from khtst_compile.errors import LoweringError
 from khtst_compile.targets.isa import Isa
 
+from . import fmla_lane
 from .act import activation
 from .vec import Expr, fma, prefetch, rounded, small, span, splat, store
 
@@ -323,6 +324,7 @@ def multiply_add(
     bases: Sequence[Expr],
     ask: Callable[[Expr], None] | None = None,
     unroll: int = 1,
+    rows: tuple[Expr, Callable[[Expr], Expr], int] | None = None,
 ) -> list[list[list[Expr]]]:
     """Emit float32 tiles side by side: acc[p][i][j] = start(p, j), then fma(a(i, k), b[p, k, j], acc) for k = 0 .. depth - 1 in order.
 
@@ -330,6 +332,7 @@ def multiply_add(
     b:      flat buffer of packed panels [k, vector, lane]; `bases` are where the panels p start.
     ask:    called with k first in each step.
     unroll: steps of one turn; divides the depth.
+    rows:   where a tile takes several steps at once (fmla_lane.py): the flat buffer of a, k -> index of row 0, floats between rows.
     Returns the accumulators: small buffers that LLVM keeps in registers.
     """
     lanes, vectors = panels.lanes, panels.vectors
@@ -339,10 +342,22 @@ def multiply_add(
             value = T.Bind(start(p, j))
             for i in range(count):
                 store(tile[i][j], value, 0)
-    turns = depth if unroll == 1 else T.truncdiv(depth, T.int64(unroll))
+    done: Expr = T.int64(0)
+    if rows is not None:
+        buffer, at, pitch = rows
+        done = T.Bind(T.truncdiv(depth, T.int64(fmla_lane.STEPS)) * fmla_lane.STEPS)
+        with T.serial(T.int64(0), T.truncdiv(depth, T.int64(fmla_lane.STEPS))) as turn:
+            k = T.Bind(turn * fmla_lane.STEPS)
+            if ask is not None:
+                for step in range(fmla_lane.STEPS):
+                    ask(k + step)
+            sums = [[T.address_of(cell[0]) for cell in row] for row in acc[0]]
+            fmla_lane.multiply_steps(sums, T.address_of(buffer[at(k)]), pitch, T.address_of(b[bases[0] + k * panels.width]))
+        unroll = 1
+    turns = depth - done if unroll == 1 else T.truncdiv(depth, T.int64(unroll))
     with T.serial(T.int64(0), turns) as turn:
         for u in range(unroll):
-            k = turn if unroll == 1 else turn * unroll + u
+            k = done + turn if unroll == 1 else turn * unroll + u
             if ask is not None:
                 ask(k)
             columns = [[T.Bind(b[span(base + k * panels.width + j * lanes, lanes)]) for j in range(vectors)] for base in bases]

@@ -87,17 +87,19 @@ def test_ceilings_hold_the_multiply_adds_that_are_counted(name: str, runner: Pat
 def test_float32_loop(runner: Path) -> None:
     spec = GemmF32(NEON, 384, 384, Lead(2))
     loop = hot_loops(assembly(gemm_f32.prim_func(spec), NEON), "fmla")[0]
-    check(loop, 6 * 16, dict.fromkeys(("cortex-a72", "neoverse-n1", "neoverse-v1"), 0.95))
+    assert len(loop) <= 115
+    check(loop, 4 * 6 * 16, dict.fromkeys(("cortex-a72", "neoverse-n1", "neoverse-v1"), 0.95))
 
 
 def test_attention_loops(runner: Path) -> None:
     row = 3 * 384
     spec = Attention(NEON, 12, 32, 32**-0.5, *(Operand(row, at) for at in (0, 384, 768)), mask=Mask())
-    loops = [loop for loop in hot_loops(assembly(attention.prim_func(spec), NEON), "fmla") if macs(loop) == 6 * 16]
+    loops = [loop for loop in hot_loops(assembly(attention.prim_func(spec), NEON), "fmla") if macs(loop) == 4 * 6 * 16]
     products = [loop for loop in loops if not any("\tfcmgt\t" in line for line in loop)]
     assert len(products) >= 2  # scores and values
     for loop in products:
-        check(loop, 6 * 16, {"cortex-a72": 0.95, "neoverse-n1": 0.95})
+        assert len(loop) <= 115
+        check(loop, 4 * 6 * 16, {"cortex-a72": 0.95, "neoverse-n1": 0.95})
 
 
 WHOLE = Rotation(128, 128)
