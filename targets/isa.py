@@ -42,6 +42,7 @@ class Isa:
                     load.
     rounds:         whether it converts float to the nearest integer in one instruction.
     fence:          an LLVM intrinsic of one int32 that does nothing, and that no load is moved across; "" where registers suffice anyway.
+    sign_bits:      an LLVM intrinsic that gathers the sign bits of 8 floats in an int32; "" where there is none.
     max_keeps_nan:  whether the larger of two floats is NaN where one of them is, in one instruction.
     emulated:       instructions beyond AVX2 are replaced by plain vector code and the build is for AVX2.
     """
@@ -59,6 +60,7 @@ class Isa:
     options: tuple[str, ...] = ()
     rounds: bool = True
     fence: str = ""
+    sign_bits: str = ""
     max_keeps_nan: bool = False
     by_lane: bool = False
     emulated: bool = False
@@ -94,10 +96,20 @@ class Isa:
         return replace(self, name=f"{self.name}-emulated", emulated=True, **machine)
 
 
-AVX2 = Isa("avx2", "x86-64-v3", (), _AVX2_FLAGS, "int16", 0, 256, 16, "pairs")
-AVXVNNI = Isa("avxvnni", "x86-64-v3", ("+avxvnni",), (*_AVX2_FLAGS, "avx_vnni"), "uint8", 128, 256, 16, "dpbusd")
-AVX512 = Isa("avx512", "x86-64-v4", (), _AVX512_FLAGS, "int16", 0, 512, 32, "maddwd")
-AVX512VNNI = Isa("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "avx512_vnni"), "uint8", 128, 512, 32, "dpbusd")
+_SIGNS = "llvm.x86.avx.movmsk.ps.256"
+
+
+def _x86(
+    name: str, mcpu: str, mattr: tuple[str, ...], cpu_flags: tuple[str, ...], codes: tuple[str, int], bits: int, dot: str
+) -> Isa:
+    return Isa(name, mcpu, mattr, cpu_flags, *codes, bits, 32 if bits == 512 else 16, dot, sign_bits=_SIGNS)
+
+
+_WIDE, _BYTES = ("int16", 0), ("uint8", 128)
+AVX2 = _x86("avx2", "x86-64-v3", (), _AVX2_FLAGS, _WIDE, 256, "pairs")
+AVXVNNI = _x86("avxvnni", "x86-64-v3", ("+avxvnni",), (*_AVX2_FLAGS, "avx_vnni"), _BYTES, 256, "dpbusd")
+AVX512 = _x86("avx512", "x86-64-v4", (), _AVX512_FLAGS, _WIDE, 512, "maddwd")
+AVX512VNNI = _x86("avx512vnni", "x86-64-v4", ("+avx512vnni",), (*_AVX512_FLAGS, "avx512_vnni"), _BYTES, 512, "dpbusd")
 
 
 # On ARM, LLVM vectorizes the products of a sum apart from it and no longer fuses the two, as it does on x86. What kernels do is written

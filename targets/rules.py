@@ -18,7 +18,7 @@ from torch import fx
 from khtst_compile.layout import Packed
 from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, quantize_cache, rotary
+from khtst_compile.targets.kernels import attention, codebook, gemm_f32, gemm_i8, norm, quantize, quantize_cache, rotary
 from khtst_compile.targets.kernels.rows import Lead, round_up
 from khtst_compile.targets.kernels.tiles import Tile
 
@@ -48,6 +48,7 @@ def cpu_kernels(isa: Isa, tiles: Tiles | None = None) -> dict[str, tuple[KernelR
         "khtst.attention_cached": (partial(attend_cached, isa),),
         "khtst.attention_int8": (partial(attend_int8, isa),),
         "khtst.quantize_cache": (keep,),
+        "khtst.codebook_lookup": (partial(look_up, isa),),
     }
 
 
@@ -261,6 +262,28 @@ def keep(node: fx.Node, constants: Constants) -> KernelCall | None:
     key = f"quantize_cache_{spec.kv_heads}_{spec.head_dim}_{shown}_{'d' if spec.batch is None else spec.batch}"
     outputs = ((spec.width, "int8"), (spec.width, "int8"), (2 * spec.kv_heads, "float32"))
     return KernelCall(quantize_cache.prim_func(spec), key, (k, v), outputs, (0, 1, 2), swapped=True)  # type: ignore[arg-type]
+
+
+def look_up(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
+    z, codes, bias, table, running, certified = node.args
+    lead, _ = _rows(z)
+    rows, values = constants(codes), constants(table)
+    assert rows is not None and values is not None
+    levels, count, features = rows.shape
+    used = {int(u.args[1]) for u in node.users}  # type: ignore[arg-type]
+    slots = tuple(i for i in (0, 1) if i in used) or (1,)
+    width = values.shape[-1]
+    spec = codebook.Codebook(
+        isa, levels, count, features, width, lead, bool(running), bool(certified), values_out=0 in slots, ids_out=1 in slots
+    )
+    form = (
+        f"{'i' if spec.int8 else 'f'}{'r' if spec.running else 't'}{'v' if spec.values_out else ''}{'n' if spec.ids_out else ''}"
+    )
+    key = f"codebook_{levels}_{count}_{features}_{width}_{form}_{_lead_key(lead)}"
+    outputs = tuple(((width, "float32"), (levels, "int32"))[slot] for slot in slots)
+    operands: tuple[Any, ...] = (z, *codebook.pack(spec, rows, constants(bias), values))
+    products = "int8" if spec.int8 else "float32"
+    return KernelCall(codebook.prim_func(spec), key, operands, outputs, slots, levels * count * features, products=products)
 
 
 def _attention(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-LANES = 16
-"""Partial sums of a score: part of its meaning."""
-LARGEST = 1e18
-"""Largest magnitude of a row's elements, and of a codebook's: products of two and their sums are finite."""
+from khtst_compile.scores import LANES, LARGEST, score_error
+
+__all__ = ["LANES", "LARGEST", "codebook_lookup", "exact_scores", "lost_rows", "nearest", "score_error", "step_lookup"]
+
 _CHUNK = 1 << 22  # elements of float64 scores at a time
 
 
@@ -38,15 +38,6 @@ def exact_scores(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None
         total = total[:, :half] + total[:, half:]
     score: torch.Tensor = total[:, 0]
     return score if bias is None else score + bias
-
-
-def score_error(features: int) -> float:
-    """Largest |exact_scores - the real number| in units of |z| |c|, before the bias is added.
-
-    A sum of n terms in float32 is off by n u of the sum of their sizes at most (Higham, Accuracy and Stability, 4.2), which by
-    Cauchy-Schwarz is below |z| |c|; u = 2**-24, and one rounding more for each product. A quarter more pays for u squared.
-    """
-    return 1.25 * (-(-features // LANES) + 5) * 2.0**-24
 
 
 def nearest(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
