@@ -30,6 +30,8 @@ BYTES_LEVELS = 63
 BYTES_OFFSET = 64
 BLOCK = 8
 """Steps summed in int16, 16 products each. Of 16 steps, scales would have to be larger; of 4, a tile takes a sixth longer."""
+CENTERED = 0.1
+"""Least length of the mean of a codebook's codes, in units of the longest, to take it off: it costs a product for each row."""
 DIAMETER_CODES = 8192
 """Codebooks of more have their diameter bounded by twice the radius: measured, it takes the square of their size."""
 _GROUP = 4
@@ -211,6 +213,8 @@ def quantize_codebook(coarse: Coarse, codes: Floats, used: npt.NDArray[np.bool_]
     """codes: (K, d) float32, finite; used: (K,), rows that can be chosen, None for all -> the int8 codebook."""
     used = np.ones(len(codes), np.bool_) if used is None else used
     mean = codes[used].astype(np.float64).mean(0).astype(np.float32)
+    if _radius(mean[None].astype(np.float64)) < CENTERED * _radius(codes[used].astype(np.float64)):
+        mean[:] = 0
     wide = np.where(used[:, None], codes.astype(np.float64) - mean, 0.0)
     peak = np.abs(wide).max(1)
     scale = np.where(peak > 0, peak / LEVELS, 1.0).astype(np.float32)

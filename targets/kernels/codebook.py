@@ -62,10 +62,10 @@ from .vec import (
 
 BLOCK = 32
 """Rows that go through all levels together: their scores for 1,024 codes take 128 KiB of a 512 KiB L2, the codebook in int8 another 256."""
-MAXIMA = 2
-"""Vectors of scores in a turn of the loop that looks for the largest."""
-FACTS = 8
-"""Numbers of a level: `CoarseLevel.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; coarse.BLOCK."""
+LOOKED_AT = 64
+"""Scores in a turn of the loops that look for the largest and for open ones: bits of a register."""
+FACTS = 9
+"""Numbers of a level: `CoarseLevel.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; coarse.BLOCK; |mean|."""
 UNIT = 2.0**-24
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
 _SLACK = 1.01  # for norms summed in float32
@@ -135,7 +135,7 @@ class Codebook:
     @property
     def scores(self) -> int:
         """Elements of a row of coarse scores."""
-        return round_up(self.panels.padded, LANES * MAXIMA)
+        return round_up(self.panels.padded, LOOKED_AT)
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _score(spec: Codebook, parts: _Parts, level: Expr, count: Expr) -> None:
     panels, flat, coarse = spec.panels, parts.flat, spec.coarse
     lanes = panels.lanes
     codes: Codes | None = None
-    turns = T.Bind(T.cast(flat["facts"][FACTS - 1], "int64"))
+    turns = T.Bind(T.cast(flat["facts"][7], "int64"))
     if spec.int8:
         dot = coarse.dot
         codes = dot.prepare(parts.codes, count, [T.int64(BLOCK)], coarse.width)
@@ -389,15 +389,15 @@ def _choose(spec: Codebook, parts: _Parts, level: Expr, first: Expr, row: Expr) 
         store(parts.scores, f32(float("-inf"), few), at + filler)
     best = small()
     store(best, f32(float("-inf")), 0)
-    with T.serial(T.int64(0), T.int64(spec.scores // (LANES * MAXIMA))) as c:
-        for off in range(0, LANES * MAXIMA, LANES):
-            store(best, T.max(best[span(0)], parts.scores[span(at + c * (LANES * MAXIMA) + off)]), 0)
+    with T.serial(T.int64(0), T.int64(spec.scores // LOOKED_AT)) as c:
+        for off in range(0, LOOKED_AT, LANES):
+            store(best, T.max(best[span(0)], parts.scores[span(at + c * LOOKED_AT + off)]), 0)
     peak = lane(across(T.Bind(best[span(0)]), T.max))
     least = T.Bind(rounded(peak - parts.pair[row]))
     number = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(number, T.int32(0), [0])
-    with T.serial(T.int64(0), T.int64(spec.scores // LANES)) as v:
-        _list_open(spec, parts, T.Bind(at + v * LANES), least, T.Bind(T.cast(v * LANES, "int32")), number)
+    with T.serial(T.int64(0), T.int64(spec.scores // LOOKED_AT)) as c:
+        _list_open(spec, parts, T.Bind(at + c * LOOKED_AT), least, T.Bind(T.cast(c * LOOKED_AT, "int32")), number)
     chosen = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(chosen, parts.found[0], [0])
     with T.If(number[0] > T.int32(1)), T.Then():
@@ -409,27 +409,33 @@ def _choose(spec: Codebook, parts: _Parts, level: Expr, first: Expr, row: Expr) 
 
 
 def _list_open(spec: Codebook, parts: _Parts, at: Expr, least: Expr, first: Expr, number: Expr) -> None:
-    """Add to `found` which of 16 coarse scores from `at`, those of codes from `first`, are at least `least`."""
+    """Add to `found` which of LOOKED_AT coarse scores from `at`, those of codes from `first`, are at least `least`."""
 
     def add(code: Expr) -> None:
         T.buffer_store(parts.found, code, [number[0]])
 
-    scores = T.Bind(parts.scores[span(at)])
     if spec.isa.sign_bits:
-        # The sign of a difference of floats is that of their order.
-        below = T.Bind(scores - splat(least))
-        masks = [T.call_llvm_pure_intrin("int32", spec.isa.sign_bits, shuffle(below, range(i, i + 8))) for i in (0, 8)]
-        bits_left = small(1, "int32")
-        T.buffer_store(bits_left, T.bitwise_xor(masks[0] + T.shift_left(masks[1], T.int32(8)), T.int32(0xFFFF)), [0])
-        with T.While(bits_left[0] != T.int32(0)):
-            place = T.call_llvm_pure_intrin("int32", "llvm.cttz.i32", bits_left[0], T.bool(True))
-            add(first + place)
+        # The sign of a difference of floats is that of their order. All bits of one loop: its end is what is hard to foresee.
+        left = T.alloc_buffer((1,), "int64", scope="global")
+        T.buffer_store(left, T.int64(-1), [0])
+        for i in range(0, LOOKED_AT, 8):
+            below = T.Bind(parts.scores[span(at + i, 8)] - splat(least, 8))
+            mask = T.cast(T.call_llvm_pure_intrin("int32", spec.isa.sign_bits, below), "int64")
+            T.buffer_store(left, T.bitwise_xor(left[0], T.shift_left(mask, T.int64(i))), [0])
+        with T.While(left[0] != T.int64(0)):
+            place = T.call_llvm_pure_intrin("int64", "llvm.cttz.i64", left[0], T.bool(True))
+            add(first + T.cast(place, "int32"))
             T.buffer_store(number, number[0] + T.int32(1), [0])
-            T.buffer_store(bits_left, T.bitwise_and(bits_left[0], bits_left[0] - T.int32(1)), [0])
+            T.buffer_store(left, T.bitwise_and(left[0], left[0] - T.int64(1)), [0])
         return
-    with T.If(lane(across(scores, T.max)) >= least), T.Then(), T.serial(T.int32(0), T.int32(LANES)) as i:
-        add(first + i)
-        T.buffer_store(number, number[0] + T.cast(parts.scores[at + T.cast(i, "int64")] >= least, "int32"), [0])
+    for i in range(0, LOOKED_AT, LANES):
+        with (
+            T.If(lane(across(T.Bind(parts.scores[span(at + i)]), T.max)) >= least),
+            T.Then(),
+            T.serial(T.int32(0), T.int32(LANES)) as j,
+        ):
+            add(first + i + j)
+            T.buffer_store(number, number[0] + T.cast(parts.scores[at + i + T.cast(j, "int64")] >= least, "int32"), [0])
 
 
 def _decide(spec: Codebook, parts: _Parts, level: Expr, row: Expr, number: Expr, chosen: Expr) -> None:
@@ -445,10 +451,12 @@ def _decide(spec: Codebook, parts: _Parts, level: Expr, row: Expr, number: Expr,
         T.buffer_store(top, T.Select(higher, score, top[0]), [0])
     first = T.Bind(chosen[0])
     T.buffer_store(top, _exact(spec, parts, level, row, T.Bind(T.cast(first, "int64"))), [0])
-    common: Expr = T.float32(0.0)
+    common = small(1)
+    T.buffer_store(common, T.float32(0.0), [0])
     if spec.int8:
-        common = _product(spec, parts, row, parts.flat["mean"], T.Bind(level * spec.padded))
-    least = T.Bind(rounded(top[0] - common) - parts.single[row])
+        with T.If(parts.flat["facts"][level * FACTS + 8] > T.float32(0.0)), T.Then():
+            T.buffer_store(common, _product(spec, parts, row, parts.flat["mean"], T.Bind(level * spec.padded)), [0])
+    least = T.Bind(rounded(top[0] - common[0]) - parts.single[row])
     with T.serial(T.int32(0), number[0]) as i:
         code = T.Bind(parts.found[i])
         with T.If(T.And(parts.scores[at + T.cast(code, "int64")] >= least, code != first)), T.Then():
@@ -538,6 +546,7 @@ def pack(spec: Codebook, codes: Floats, bias: Floats | None, table: Floats) -> l
         scale[:, : spec.codes] = [m.scale for m in made]
         facts[:, 0] = [m.part for m in made]
         facts[:, 7] = coarse_kernel.BLOCK
+        facts[:, 8] = [np.abs(m.mean).max() for m in made]
         facts[:, 1:5] = _up(np.array([[m.apart, m.diameter, m.off, m.radius] for m in made]))
         packed = [_several(matrix, coarse.layout, spec.levels)]
         starts = [pack_starts(coarse, m.weights) for m in made]
