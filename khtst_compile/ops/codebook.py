@@ -14,6 +14,7 @@ LANES = 16
 """Partial sums of a score: part of its meaning."""
 LARGEST = 1e18
 """Largest magnitude of a row's elements, and of a codebook's: products of two and their sums are finite."""
+_TINY = 2.0**-150  # what a product below the normal floats can be off, whatever its size
 _CHUNK = 1 << 22  # elements of float64 scores at a time
 
 
@@ -41,7 +42,8 @@ def exact_scores(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None
 
 
 def score_error(features: int) -> float:
-    """Largest |exact_scores - the real number| in units of |z| |c|, before the bias is added.
+    """Largest |exact_scores - the real number| in units of |z| |c|, before the bias is added; products below 2**-126 are off by up to
+    2**-150 each besides.
 
     A sum of n terms in float32 is off by n u of the sum of their sizes at most (Higham, Accuracy and Stability, 4.2), which by
     Cauchy-Schwarz is below |z| |c|; u = 2**-24, and one rounding more for each product. A quarter more pays for u squared.
@@ -56,7 +58,9 @@ def nearest(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     ids = torch.zeros(len(z), dtype=torch.int32, device=z.device)
     wide = codes.double()
-    lengths, most = wide.square().sum(-1).sqrt().max(), 0.0 if bias is None else float(bias.abs().max())
+    lengths, most = wide.square().sum(-1).sqrt().max(), 0.0
+    if bias is not None:  # a row that fills up has -inf, which no sum changes
+        most = float(bias.abs().masked_fill(bias.isinf(), 0.0).max())
     step = max(1, _CHUNK // max(1, len(codes)))
     for first in range(0, len(z), step):
         part = z[first : first + step]
@@ -64,7 +68,7 @@ def nearest(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> 
         part = part.masked_fill(lost[:, None], 0.0)
         score = part.double() @ wide.T
         size = part.double().square().sum(-1).sqrt() * lengths
-        error = size * score_error(z.shape[1]) + (size + most) * 2.0**-24
+        error = size * score_error(z.shape[1]) + (size + most) * 2.0**-24 + z.shape[1] * _TINY
         if bias is not None:
             score = score + bias.double()
         open_ = score >= (score.amax(-1) - 2 * error)[:, None]
