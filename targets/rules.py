@@ -18,7 +18,7 @@ from torch import fx
 from khtst_compile.layout import Packed
 from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, quantize_cache, rotary
+from khtst_compile.targets.kernels import attention, gemm_f32, gemm_i8, norm, quantize, quantize_cache, rotary, step_lookup
 from khtst_compile.targets.kernels.rows import Lead, round_up
 from khtst_compile.targets.kernels.tiles import Tile
 
@@ -48,6 +48,7 @@ def cpu_kernels(isa: Isa, tiles: Tiles | None = None) -> dict[str, tuple[KernelR
         "khtst.attention_cached": (partial(attend_cached, isa),),
         "khtst.attention_int8": (partial(attend_int8, isa),),
         "khtst.quantize_cache": (keep,),
+        "khtst.step_lookup": (steps,),
     }
 
 
@@ -261,6 +262,18 @@ def keep(node: fx.Node, constants: Constants) -> KernelCall | None:
     key = f"quantize_cache_{spec.kv_heads}_{spec.head_dim}_{shown}_{'d' if spec.batch is None else spec.batch}"
     outputs = ((spec.width, "int8"), (spec.width, "int8"), (2 * spec.kv_heads, "float32"))
     return KernelCall(quantize_cache.prim_func(spec), key, (k, v), outputs, (0, 1, 2), swapped=True)  # type: ignore[arg-type]
+
+
+def steps(node: fx.Node, constants: Constants) -> KernelCall | None:
+    x, *tables = node.args
+    thresholds, values, basis = (constants(t) for t in tables)
+    assert thresholds is not None and values is not None and basis is not None
+    lead, width = _rows(x)
+    spec = step_lookup.StepLookup(width, int(values.shape[1]), lead)
+    key = f"step_lookup_{width}_{spec.count}_{_lead_key(lead)}"
+    operands = (x, *step_lookup.pack(thresholds, values, basis))
+    outputs = ((width, "float32"), (None, "int32"))
+    return KernelCall(step_lookup.prim_func(spec), key, operands, outputs, (0, 1))  # type: ignore[arg-type]
 
 
 def _attention(

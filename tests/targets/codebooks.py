@@ -109,3 +109,43 @@ def bad_rows(book: Book) -> torch.Tensor:
     rows[8], rows[9], rows[10], rows[11] = rows[8] * 1e17, rows[9] * 1e-25, rows[10] * 1e-43, rows[11] * 1e-36
     rows[12:] *= 1e-44
     return rows
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Arguments of khtst::step_lookup: thresholds (d, n - 1), steps (d, n), basis (d,) int32."""
+
+    thresholds: torch.Tensor
+    steps: torch.Tensor
+    basis: torch.Tensor
+
+
+def grid(features: int, most: int, seed: int = 0) -> Grid:
+    """Thresholds of 1 .. most - 1 for each feature, +inf beyond; steps and basis as of a mixed-radix number."""
+    g = torch.Generator().manual_seed(seed)
+    counts = torch.randint(2, most + 1, (features,), generator=g)
+    counts[0] = most
+    thresholds = torch.randn(features, most - 1, generator=g).sort(-1).values
+    steps = torch.randn(features, most, generator=g)
+    for j, n in enumerate(counts.tolist()):
+        thresholds[j, n - 1 :] = float("inf")
+        steps[j, n:] = steps[j, n - 1]
+    weights = torch.cat([torch.ones(1, dtype=torch.int64), counts.cumprod(0)[:-1]]) % (1 << 24)
+    return Grid(thresholds, steps, weights.to(torch.int32))
+
+
+def step_rows(made: Grid, count: int, seed: int = 0) -> torch.Tensor:
+    """(count, d): random, each threshold itself, one ulp to either side of it, NaN, infinities, zeros."""
+    g = torch.Generator().manual_seed(seed)
+    thresholds = made.thresholds
+    features = thresholds.shape[0]
+    z = torch.randn(count, features, generator=g)
+    at = torch.randint(0, thresholds.shape[1], (count, features), generator=g)
+    on = thresholds[torch.arange(features), at]
+    kind = torch.randint(0, 8, (count, features), generator=g)
+    z = torch.where(kind == 1, on, z)
+    z = torch.where(kind == 2, torch.nextafter(on, torch.tensor(float("inf"))), z)
+    z = torch.where(kind == 3, torch.nextafter(on, torch.tensor(-float("inf"))), z)
+    if count > 4:
+        z[1], z[2, 0], z[3, -1], z[4, 0] = 0.0, float("nan"), float("inf"), -float("inf")
+    return z

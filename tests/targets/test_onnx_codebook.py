@@ -16,7 +16,7 @@ from khtst_compile.lower.onnx import export_onnx
 from khtst_compile.lower.onnx_codebook import window
 from khtst_compile.ops.codebook import LARGEST, exact_scores
 from khtst_compile.program import Program, TensorSpec
-from tests.targets.codebooks import CASES, Book, bad_rows, near_ties, random_rows
+from tests.targets.codebooks import CASES, Book, Grid, bad_rows, grid, near_ties, random_rows, step_rows
 
 LOOKUP, STEPS = torch.ops.khtst.codebook_lookup.default, torch.ops.khtst.step_lookup.default
 LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
@@ -38,10 +38,10 @@ class Lookup(nn.Module):
 class Steps(nn.Module):
     """z (.., d) -> values (.., d), ids (..)."""
 
-    def __init__(self, thresholds: torch.Tensor, steps: torch.Tensor, basis: torch.Tensor):
+    def __init__(self, made: Grid):
         super().__init__()
-        for name, value in (("thresholds", thresholds), ("steps", steps), ("basis", basis)):
-            self.register_buffer(name, value)
+        for name in ("thresholds", "steps", "basis"):
+            self.register_buffer(name, getattr(made, name))
 
     def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return STEPS(z, self.thresholds, self.steps, self.basis)
@@ -163,45 +163,14 @@ def test_codes_whose_scores_could_be_infinite_are_refused(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def grid(features: int, most: int, seed: int = 0) -> Steps:
-    """Thresholds of 1 .. most - 1 for each feature, +inf beyond; steps and basis as of a mixed-radix number."""
-    g = torch.Generator().manual_seed(seed)
-    counts = torch.randint(2, most + 1, (features,), generator=g)
-    counts[0] = most
-    thresholds = torch.randn(features, most - 1, generator=g).sort(-1).values
-    steps = torch.randn(features, most, generator=g)
-    for j, n in enumerate(counts.tolist()):
-        thresholds[j, n - 1 :] = float("inf")
-        steps[j, n:] = steps[j, n - 1]
-    weights = torch.cat([torch.ones(1, dtype=torch.int64), counts.cumprod(0)[:-1]]) % (1 << 24)
-    return Steps(thresholds, steps, weights.to(torch.int32))
-
-
-def step_rows(module: Steps, count: int, seed: int = 0) -> torch.Tensor:
-    """(count, d): random, each threshold itself, one ulp to either side of it, NaN, infinities, zeros."""
-    g = torch.Generator().manual_seed(seed)
-    thresholds = module.thresholds
-    features = thresholds.shape[0]
-    z = torch.randn(count, features, generator=g)
-    at = torch.randint(0, thresholds.shape[1], (count, features), generator=g)
-    on = thresholds[torch.arange(features), at]
-    kind = torch.randint(0, 8, (count, features), generator=g)
-    z = torch.where(kind == 1, on, z)
-    z = torch.where(kind == 2, torch.nextafter(on, torch.tensor(float("inf"))), z)
-    z = torch.where(kind == 3, torch.nextafter(on, torch.tensor(-float("inf"))), z)
-    if count > 4:
-        z[1], z[2, 0], z[3, -1], z[4, 0] = 0.0, float("nan"), float("inf"), -float("inf")
-    return z
-
-
 @pytest.mark.parametrize("features, most", [(1, 2), (4, 8), (9, 2), (16, 5), (33, 64)])
 def test_steps(features: int, most: int, tmp_path: Path) -> None:
-    module = grid(features, most)
-    check(module, step_rows(module, 200), tmp_path)
+    made = grid(features, most)
+    check(Steps(made), step_rows(made, 200), tmp_path)
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0), (2, 3), (2, 3, 4)])
 def test_steps_of_leading_axes(lead: tuple[int, ...], tmp_path: Path) -> None:
-    module = grid(5, 4)
-    rows = step_rows(module, max(5, int(np.prod(lead))))[: int(np.prod(lead))]
-    check(module, rows.reshape(*lead, 5), tmp_path)
+    made = grid(5, 4)
+    rows = step_rows(made, max(5, int(np.prod(lead))))[: int(np.prod(lead))]
+    check(Steps(made), rows.reshape(*lead, 5), tmp_path)
