@@ -4,7 +4,7 @@ A MatMul scores all codes, in an order of sums that is onnxruntime's own. The be
 decide where no other code can win: where the next best MatMul score is farther below the best than both sums can be off. The other rows
 go through a loop that scores every code in the written order, one row at a time, so that memory stays that of the codebook.
 
-onnxruntime's reductions and TopK may pass over NaN: lost rows are zeros before any of them sees one.
+onnxruntime's maximum and TopK may pass over NaN, a sum never does: the sum of squares finds it, and lost rows are zeros from there on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from khtst_compile.ops.codebook import LANES, LARGEST, score_error
 ROWS, VALUES, IDS = "lookup.rows", "lookup.values", "lookup.ids"
 """What a lookup reads, its values and its ids are called, after the name of its first result and a dot."""
 CANDIDATES = 2
-"""Codes scored again for every row: of random vectors one in 10,000 has a third within the error bound."""
+"""Codes scored again for every row: of random vectors fewer than one in 10,000 have a third within the error bound."""
 U = 2.0**-24
 
 Floats = npt.NDArray[np.float32]
@@ -44,14 +44,14 @@ def codebook_lookup(e: Emitter, node: ir.Node) -> None:
     flat = e.op("Reshape", z, e.ints(-1, features), name=ROWS)
     left, total, good, ids = flat, None, None, []
     for level in range(levels):
-        size = e.op("Abs", left)
-        inside = e.op("Cast", e.op("LessOrEqual", size, e.float32(LARGEST)), to=ir.DataType.INT32)
-        fine = e.op("Cast", e.op("ReduceMin", inside, e.ints(-1), keepdims=1), to=ir.DataType.BOOL)
+        peak = e.op("ReduceMax", e.op("Abs", left), e.ints(-1), keepdims=1)
+        norm = e.op("ReduceL2", left, e.ints(-1), keepdims=1)
+        fine = e.op("And", e.op("LessOrEqual", peak, e.float32(LARGEST)), e.op("Not", e.op("IsNaN", norm)))
         good = fine if good is None else e.op("And", good, fine)
         left = e.op("Where", good, left, e.float32(0.0))
-        peak = e.op("Where", good, e.op("ReduceMax", size, e.ints(-1), keepdims=1), e.float32(0.0))
+        peak = e.op("Where", good, peak, e.float32(0.0))
         book = _Level(e, codes[level], None if bias is None else bias[level])
-        ids.append(e.op("Where", good, book.nearest(left, peak), e.constant("int", np.array(0, np.int64))))
+        ids.append(e.op("Where", good, book.nearest(left, peak, norm), e.constant("int", np.array(0, np.int64))))
         value = e.op("Gather", e.constant("table", table[level]), e.op("Squeeze", ids[-1], e.ints(1)), axis=0)
         total = value if total is None else e.op("Add", total, value)
         if level + 1 < levels:
@@ -79,8 +79,9 @@ class _Level:
         self._index = e.constant("index", np.arange(self.count, dtype=np.int64))
         self._none = e.constant("int", np.array(self.count, np.int64))
 
-    def nearest(self, left: ir.Value, peak: ir.Value) -> ir.Value:
-        """left: (n, d), finite; peak: (n, 1), its largest magnitudes -> ids (n, 1) int64."""
+    def nearest(self, left: ir.Value, peak: ir.Value, norm: ir.Value) -> ir.Value:
+        """left: (n, d), finite; peak, norm: (n, 1), its largest magnitudes and its lengths, of lost rows 0 and anything -> ids (n, 1)
+        int64."""
         e = self.e
         if self.count <= CANDIDATES + 1:
             return self._first(self._scores(e.op("Mul", e.op("Unsqueeze", left, e.ints(1)), self.codes), self.bias), self._index)
@@ -96,7 +97,6 @@ class _Level:
         zeros = e.op("Equal", peak, e.float32(0.0))
         ids = e.op("Where", zeros, e.constant("int", np.array(self._of_zeros, np.int64)), ids)
         slope, offset = self._window
-        norm = e.op("ReduceL2", left, e.ints(-1), keepdims=1)
         width = e.op("Add", e.op("Mul", norm, e.float32(slope)), e.float32(offset))
         settled = e.op("Or", e.op("Less", next_best, e.op("Sub", best, width)), zeros)
         open_ = e.op("NonZero", e.op("Squeeze", e.op("Not", settled), e.ints(1)))
