@@ -391,12 +391,29 @@ def _golden(program: Any, quantized: Any, samples: Any) -> tuple[dict[str, Array
     golden = {f"in/{k}": v.numpy() for k, v in given.items()}
     exact = {name: exact[name] for name in program.results()}
     golden |= {f"fp32/{k}": v.numpy() for k, v in exact.items()} | {f"quantized/{k}": v.numpy() for k, v in rounded.items()}
-    figures = {}
+    figures, chosen = {}, _behind_lookups(quantized)
     for name, value in exact.items():
+        if name in chosen and not value.is_floating_point():
+            figures[f"{name}: share that differs"] = float((rounded[name] != value).double().mean()) if value.numel() else 0.0
         if value.is_floating_point():
             figures[f"{name}: relative error dB"] = _finite(relative_error_db(rounded[name].numpy(), value.numpy()))
             figures[f"{name}: worst cosine"] = worst_cosine(rounded[name].numpy(), value.numpy())
     return golden, figures
+
+
+def _behind_lookups(program: Any) -> set[str]:
+    """The outputs that depend on ids found in a codebook: of these a rounding can change whole codes."""
+    import torch
+
+    lookups = (torch.ops.khtst.codebook_lookup.default, torch.ops.khtst.step_lookup.default)
+    reached: set[Any] = set()
+    found: set[str] = set()
+    for node in program.graph.nodes:
+        if node.target in lookups or reached.intersection(node.all_input_nodes):
+            reached.add(node)
+        if node.op == "output":
+            found = {s.name for s, n in zip(program.outputs, node.args[0], strict=True) if n in reached}
+    return found
 
 
 def _finite(db: float) -> float:

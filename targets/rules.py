@@ -18,7 +18,17 @@ from torch import fx
 from khtst_compile.layout import Packed
 from khtst_compile.targets.contract import Constants, KernelCall, KernelRule
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels import attention, codebook, gemm_f32, gemm_i8, norm, quantize, quantize_cache, rotary
+from khtst_compile.targets.kernels import (
+    attention,
+    codebook,
+    gemm_f32,
+    gemm_i8,
+    norm,
+    quantize,
+    quantize_cache,
+    rotary,
+    step_lookup,
+)
 from khtst_compile.targets.kernels.rows import Lead, round_up
 from khtst_compile.targets.kernels.tiles import Tile
 
@@ -49,6 +59,7 @@ def cpu_kernels(isa: Isa, tiles: Tiles | None = None) -> dict[str, tuple[KernelR
         "khtst.attention_int8": (partial(attend_int8, isa),),
         "khtst.quantize_cache": (keep,),
         "khtst.codebook_lookup": (partial(look_up, isa),),
+        "khtst.step_lookup": (steps,),
     }
 
 
@@ -284,6 +295,18 @@ def look_up(isa: Isa, node: fx.Node, constants: Constants) -> KernelCall | None:
     operands: tuple[Any, ...] = (z, *codebook.pack(spec, rows, constants(bias), values))
     products = "int8" if spec.int8 else "float32"
     return KernelCall(codebook.prim_func(spec), key, operands, outputs, slots, levels * count * features, products=products)
+
+
+def steps(node: fx.Node, constants: Constants) -> KernelCall | None:
+    x, *tables = node.args
+    thresholds, values, basis = (constants(t) for t in tables)
+    assert thresholds is not None and values is not None and basis is not None
+    lead, width = _rows(x)
+    spec = step_lookup.StepLookup(width, int(values.shape[1]), lead)
+    key = f"step_lookup_{width}_{spec.count}_{_lead_key(lead)}"
+    operands = (x, *step_lookup.pack(thresholds, values, basis))
+    outputs = ((width, "float32"), (None, "int32"))
+    return KernelCall(step_lookup.prim_func(spec), key, operands, outputs, (0, 1))  # type: ignore[arg-type]
 
 
 def _attention(

@@ -38,6 +38,20 @@ class Mlp(nn.Module):
         return found
 
 
+class Coder(nn.Module):
+    """(batch, 32) float32 -> (batch, 8) float32 and (batch, 2) int64: a network, a residual codebook called by hand, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(32, 8)
+        self.register_buffer("codes", torch.randn(2, 20, 32))
+        self.register_buffer("bias", -0.5 * self.codes.square().sum(-1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.ops.khtst.codebook_lookup(self.block(x), self.codes, self.bias, self.codes, True, True)
+        return self.head(values), ids.long()
+
+
 class Unsupported(nn.Module):
     """Sorts, which no target can do."""
 
@@ -52,6 +66,11 @@ class Unsupported(nn.Module):
 
 def mlp() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Mlp(), (torch.randn(4, 32),)
+
+
+def coder() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Coder(), (torch.randn(4, 32),)
 
 
 def unsupported() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -25,6 +25,7 @@ _ROWWISE = frozenset(
         khtst.quantize_rows.default, khtst.act_quantize.default, khtst.gate_quantize.default, khtst.norm.default,
         khtst.norm_quantize.default, khtst.rotary.default, khtst.embed.default, khtst.embed_norm.default,
         khtst.embed_norm_quantize.default, khtst.w8a8_gemm.default, khtst.linear.default, khtst.attention.default,
+        khtst.codebook_lookup.default, khtst.step_lookup.default,
     )
 )  # fmt: skip
 _WEIGHTED = {aten.embedding.default: 0, aten.linear.default: 1}  # row by row, where this argument is no sample's

@@ -25,8 +25,9 @@ from torch import fx
 from khtst_compile import __version__
 from khtst_compile.contract import Report
 from khtst_compile.errors import LoweringError, ResourceError, UsageError
+from khtst_compile.lower.onnx_emit import DOMAIN
 from khtst_compile.lower.onnx_masks import zero_hidden_rows
-from khtst_compile.lower.onnx_ops import DOMAIN, KhtstLowering, Lowered, translation_table
+from khtst_compile.lower.onnx_ops import KhtstLowering, Lowered, translation_table
 from khtst_compile.program import Program, TensorSpec, source_line
 from khtst_compile.quiet import quiet
 
@@ -39,7 +40,8 @@ EXTERNAL_ABOVE = 1_500_000_000  # bytes of weights; a protobuf file cannot excee
 class OnnxReport:
     """path, data: the files written (data: None where the weights are inside the model); opset; bytes: size of both files.
 
-    quantizers, linears, rotations: khtst:: operators lowered (a quantizer several linears read counts once); ops: operator type -> count.
+    quantizers, linears, rotations, lookups: khtst:: operators lowered (a quantizer several linears read counts once); ops: operator type ->
+    count.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class OnnxReport:
     quantizers: int
     linears: int
     rotations: int
+    lookups: int
     ops: dict[str, int]
 
 
@@ -83,7 +86,7 @@ def export_onnx(
     done = KhtstLowering(model, rotation).run()
     _tidy(model)
     _name_signature(model, program)
-    say(f"onnx: {done.linears} int8 linears, {done.quantizers} quantizers, {done.rotations} rotations")
+    say(f"onnx: {done.linears} int8 linears, {done.quantizers} quantizers, {done.rotations} rotations, {done.lookups} lookups")
     data = _write(model, target, external_above)
     say(f"onnx: wrote {target.name}" + (f" and {data.name}" if data else ""))
     return _summary(model, target, data, opset, done)
@@ -255,4 +258,5 @@ def _check(path: Path) -> None:
 def _summary(model: ir.Model, target: Path, data: Path | None, opset: int, done: Lowered) -> OnnxReport:
     ops = Counter(node.op_type for node in model.graph.all_nodes())
     size = target.stat().st_size + (data.stat().st_size if data is not None else 0)
-    return OnnxReport(target, data, opset, size, done.quantizers, done.linears, done.rotations, dict(sorted(ops.items())))
+    counts = (done.quantizers, done.linears, done.rotations, done.lookups)
+    return OnnxReport(target, data, opset, size, *counts, dict(sorted(ops.items())))

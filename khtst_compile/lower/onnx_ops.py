@@ -27,13 +27,14 @@ from onnxscript import opset18
 from onnxscript.values import Op, Opset
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.lower.onnx_codebook import codebook_lookup, step_lookup
+from khtst_compile.lower.onnx_emit import DOMAIN, Emitter, attribute, stored
 from khtst_compile.ops.quantize_rows import LEVELS, TINY
 from khtst_compile.ops.rotate import LANES, hadamard, stage_strides
 
-DOMAIN = "khtst"
 ZERO_POINT = 128
 
-_FLOAT, _INT8 = "tensor(float)", "tensor(int8)"
+_FLOAT, _INT8, _INT32 = "tensor(float)", "tensor(int8)", "tensor(int32)"
 
 
 def _schema(name: str, inputs: Sequence[tuple[str, str]], outputs: Sequence[tuple[str, str]], ints: Sequence[str]) -> Any:
@@ -99,6 +100,33 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
             raise LoweringError(f"khtst::quantize_cache from columns {list(offsets)}; needed: an unfused program, from 0")
         return cache(k, v, kv_heads=kv_heads, head_dim=head_dim)
 
+    lookup = Op(
+        opset,
+        "CodebookLookup",
+        _schema(
+            "CodebookLookup",
+            [("z", _FLOAT), ("codes", _FLOAT), ("bias?", _FLOAT), ("table", _FLOAT)],
+            [("values", _FLOAT), ("ids", _INT32)],
+            ["running"],
+        ),
+    )
+    steps_of = Op(
+        opset,
+        "StepLookup",
+        _schema(
+            "StepLookup",
+            [("z", _FLOAT), ("thresholds", _FLOAT), ("steps", _FLOAT), ("basis", _INT32)],
+            [("values", _FLOAT), ("ids", _INT32)],
+            [],
+        ),
+    )
+
+    def codebook(z: Any, codes: Any, bias: Any, table: Any, running: bool, certified: bool) -> Any:
+        return lookup(z, codes, bias, table, running=int(running))
+
+    def steps(z: Any, thresholds: Any, values: Any, basis: Any) -> Any:
+        return steps_of(z, thresholds, values, basis)
+
     def rotation(x: Any, block: int, points: int) -> Any:
         return rotate(x, block=block, points=points)
 
@@ -109,6 +137,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         ops.w8a8_linear.default: w8a8_linear,
         ops.quantize_cache.default: quantize_cache,
         ops.rotate.default: rotation,
+        ops.codebook_lookup.default: codebook,
+        ops.step_lookup.default: steps,
     }
 
 
@@ -125,6 +155,7 @@ class Lowered:
     quantizers: int = 0
     linears: int = 0
     rotations: int = 0
+    lookups: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,18 +167,15 @@ class _Rows:
     static: np.ndarray[Any, np.dtype[np.float32]] | None
 
 
-class KhtstLowering:
+class KhtstLowering(Emitter):
     """Replaces every node of the khtst domain in a model by standard ONNX (opset 18 or later), in place."""
 
     def __init__(self, model: ir.Model, rotation: str):
-        self.graph = model.graph
+        super().__init__(model.graph)
         self.exact_rotation = rotation == "exact"
         self.done = Lowered()
         self._rows: dict[ir.Value, _Rows] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
-        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
-        self._at: ir.Node | None = None
-        self._prefix = ""
 
     def run(self) -> Lowered:
         """Lower all khtst nodes. Raises LoweringError where a weight is computed rather than stored."""
@@ -156,10 +184,12 @@ class KhtstLowering:
             "QuantizeCache": self._quantize_cache,
             "W8A8Linear": self._w8a8_linear,
             "Rotate": self._rotate_node,
+            "CodebookLookup": self._codebook_lookup,
+            "StepLookup": self._step_lookup,
         }
         opaque = [node for node in self.graph if node.domain == DOMAIN]
         for node in opaque:
-            self._at, self._prefix = node, str(node.outputs[0].name)
+            self.begin(node)
             handlers[node.op_type](node)
         for node in reversed(opaque):
             self.graph.remove(node, safe=True)
@@ -168,87 +198,95 @@ class KhtstLowering:
     def _quantize_rows(self, node: ir.Node) -> None:
         x, inv_smooth, static_scale = (*node.inputs, None, None)[:3]
         assert x is not None
-        t = x if inv_smooth is None else self._op("Mul", x, inv_smooth)
-        t = self._rotate(t, _int(node, "block"), _int(node, "points"))
+        t = x if inv_smooth is None else self.op("Mul", x, inv_smooth)
+        t = self._rotate(t, attribute(node, "block"), attribute(node, "points"))
         scale, static = None, None
         if static_scale is None:
             scaled, scale = self._scaled(t)
         else:
-            static = _stored(static_scale, "static scale").astype(np.float32).reshape(1)
-            inv = self._constant("inv", (np.float32(1.0) / static).astype(np.float32))
-            scaled = self._op("Clip", self._op("Mul", t, inv), self._float(-LEVELS), self._float(LEVELS))
-        one = self._float(1.0)
-        codes = self._op("QuantizeLinear", scaled, one, self._zero_point(), name="codes")
+            static = stored(static_scale, "static scale").astype(np.float32).reshape(1)
+            inv = self.constant("inv", (np.float32(1.0) / static).astype(np.float32))
+            scaled = self.op("Clip", self.op("Mul", t, inv), self.float32(-LEVELS), self.float32(LEVELS))
+        one = self.float32(1.0)
+        codes = self.op("QuantizeLinear", scaled, one, self._zero_point(), name="codes")
         self._rows[node.outputs[0]] = rows = _Rows(codes, scale, static)
         if self._read_elsewhere(node.outputs[0], 0):
-            int8 = self._op("QuantizeLinear", scaled, one, self._constant("zero", np.array(0, np.int8)))
-            self._replace(node.outputs[0], int8, but=0)
+            int8 = self.op("QuantizeLinear", scaled, one, self.constant("zero", np.array(0, np.int8)))
+            self._replace_but(node.outputs[0], int8, 0)
         if self._read_elsewhere(node.outputs[1], 1):
-            self._replace(node.outputs[1], self._full_scale(x, rows), but=1)
+            self._replace_but(node.outputs[1], self._full_scale(x, rows), 1)
         self.done.quantizers += 1
 
     def _scaled(self, t: ir.Value) -> tuple[ir.Value, ir.Value]:
         """t: (..., K) -> t * (127 / absmax) to be rounded, and absmax / 127, (..., 1)."""
-        absmax = self._op("ReduceMax", self._op("Abs", t), self._ints(-1), keepdims=1)
-        a = self._op("Max", absmax, self._float(TINY))
+        absmax = self.op("ReduceMax", self.op("Abs", t), self.ints(-1), keepdims=1)
+        a = self.op("Max", absmax, self.float32(TINY))
         # |t| <= a, so the product rounds to at most 127 and needs no clamp.
-        return self._op("Mul", t, self._op("Div", self._float(LEVELS), a)), self._op("Div", a, self._float(LEVELS))
+        return self.op("Mul", t, self.op("Div", self.float32(LEVELS), a)), self.op("Div", a, self.float32(LEVELS))
 
     def _quantize_cache(self, node: ir.Node) -> None:
-        heads, width = _int(node, "kv_heads"), _int(node, "head_dim")
-        zero, scales = self._constant("zero", np.array(0, np.int8)), []
+        heads, width = attribute(node, "kv_heads"), attribute(node, "head_dim")
+        zero, scales = self.constant("zero", np.array(0, np.int8)), []
         for at, t in enumerate(node.inputs):
             assert t is not None
-            split = self._op("Reshape", t, self._ints(0, 0, heads, width))
-            scaled, scale = self._scaled(self._op("Transpose", split, perm=[1, 0, 2, 3]))
-            codes = self._op("QuantizeLinear", scaled, self._float(1.0), zero)
-            self._replace(node.outputs[at], self._op("Reshape", codes, self._ints(0, 0, heads * width)))
-            scales.append(self._op("Squeeze", scale, self._ints(-1)))
-        self._replace(node.outputs[2], self._op("Concat", *scales, axis=2))
+            split = self.op("Reshape", t, self.ints(0, 0, heads, width))
+            scaled, scale = self._scaled(self.op("Transpose", split, perm=[1, 0, 2, 3]))
+            codes = self.op("QuantizeLinear", scaled, self.float32(1.0), zero)
+            self.replace(node.outputs[at], self.op("Reshape", codes, self.ints(0, 0, heads * width)))
+            scales.append(self.op("Squeeze", scale, self.ints(-1)))
+        self.replace(node.outputs[2], self.op("Concat", *scales, axis=2))
 
     def _full_scale(self, x: ir.Value, rows: _Rows) -> ir.Value:
         """The scale output of `khtst::quantize_rows` as it is defined: x.shape[:-1]."""
         if rows.scale is not None:
-            return self._op("Squeeze", rows.scale, self._ints(-1))
+            return self.op("Squeeze", rows.scale, self.ints(-1))
         assert rows.static is not None
-        return self._op("Expand", self._constant("scale", rows.static), self._op("Shape", x, start=0, end=-1))
+        return self.op("Expand", self.constant("scale", rows.static), self.op("Shape", x, start=0, end=-1))
 
     def _w8a8_linear(self, node: ir.Node) -> None:
         codes, scale, weight, weight_scale, bias = (*node.inputs, None)[:5]
         assert codes is not None and scale is not None and weight is not None and weight_scale is not None
         rows = self._rows.get(codes)
         if rows is not None and not _scale_of(scale, codes):
-            rows = _Rows(rows.codes, self._op("Unsqueeze", scale, self._ints(-1)), None)
+            rows = _Rows(rows.codes, self.op("Unsqueeze", scale, self.ints(-1)), None)
         if rows is None:
-            wide = self._op("Add", self._op("Cast", codes, to=ir.DataType.INT32), self._constant("offset", np.int32(ZERO_POINT)))
-            unsigned = self._op("Cast", wide, to=ir.DataType.UINT8)
-            rows = _Rows(unsigned, self._op("Unsqueeze", scale, self._ints(-1)), None)
+            wide = self.op("Add", self.op("Cast", codes, to=ir.DataType.INT32), self.constant("offset", np.int32(ZERO_POINT)))
+            unsigned = self.op("Cast", wide, to=ir.DataType.UINT8)
+            rows = _Rows(unsigned, self.op("Unsqueeze", scale, self.ints(-1)), None)
         zero = self._zero_point()
-        acc = self._op("MatMulInteger", rows.codes, self._weight(weight), zero, zero, name="acc")
-        y = self._op("Cast", acc, to=ir.DataType.FLOAT)
+        acc = self.op("MatMulInteger", rows.codes, self._weight(weight), zero, zero, name="acc")
+        y = self.op("Cast", acc, to=ir.DataType.FLOAT)
         if rows.scale is not None:
             # Not acc * (scale * weight_scale): onnxruntime (1.32 at least) fuses that form into MatMulIntegerToFloat, which takes the
             # scale of the first row for all rows, silently.
-            y = self._op("Mul", self._op("Mul", y, weight_scale), rows.scale)
+            y = self.op("Mul", self.op("Mul", y, weight_scale), rows.scale)
         else:
             assert rows.static is not None
-            factor = rows.static * _stored(weight_scale, "weight scale").astype(np.float32)
-            y = self._op("Mul", y, self._constant("factor", factor))
-        self._replace(node.outputs[0], y if bias is None else self._op("Add", y, bias))
+            factor = rows.static * stored(weight_scale, "weight scale").astype(np.float32)
+            y = self.op("Mul", y, self.constant("factor", factor))
+        self.replace(node.outputs[0], y if bias is None else self.op("Add", y, bias))
         self.done.linears += 1
+
+    def _codebook_lookup(self, node: ir.Node) -> None:
+        codebook_lookup(self, node)
+        self.done.lookups += 1
+
+    def _step_lookup(self, node: ir.Node) -> None:
+        step_lookup(self, node)
+        self.done.lookups += 1
 
     def _rotate_node(self, node: ir.Node) -> None:
         x = node.inputs[0]
         assert x is not None
-        self._replace(node.outputs[0], self._rotate(x, _int(node, "block"), _int(node, "points")))
+        self.replace(node.outputs[0], self._rotate(x, attribute(node, "block"), attribute(node, "points")))
 
     def _rotate(self, x: ir.Value, block: int, points: int) -> ir.Value:
         if block == 0:
             return x
         self.done.rotations += 1
-        shape = self._op("Shape", x)
+        shape = self.op("Shape", x)
         t = self._butterflies(x, block, points) if self.exact_rotation else self._kronecker(x, block, points)
-        return self._op("Reshape", t, shape)
+        return self.op("Reshape", t, shape)
 
     def _kronecker(self, x: ir.Value, block: int, points: int) -> ir.Value:
         """The transform as one or two small products: H(block) = H(block / 16) (x) H(16) for the full form, (x) I(16) for the cheap one.
@@ -256,10 +294,10 @@ class KhtstLowering:
         A product may add in any order, so the result differs from the butterflies in the last bits: see `rotation_slack`.
         """
         groups = block // LANES
-        t = self._op("Reshape", x, self._ints(-1, groups, LANES))
+        t = self.op("Reshape", x, self.ints(-1, groups, LANES))
         if groups > 1:
-            t = self._op("MatMul", self._hadamard(groups), t)
-        return self._op("MatMul", t, self._hadamard(LANES)) if points == block else t
+            t = self.op("MatMul", self._hadamard(groups), t)
+        return self.op("MatMul", t, self._hadamard(LANES)) if points == block else t
 
     def _butterflies(self, x: ir.Value, block: int, points: int) -> ir.Value:
         """The transform stage by stage, the additions those of `khtst::rotate`: equal to the bit, about three times slower.
@@ -268,26 +306,26 @@ class KhtstLowering:
         """
         t, across = x, [s for s in stage_strides(block, points) if s >= LANES]
         for stride in across:
-            t = self._butterfly(self._op("Reshape", t, self._ints(-1, 2, stride)))
+            t = self._butterfly(self.op("Reshape", t, self.ints(-1, 2, stride)))
         if points != block:
             return t
-        t = self._op("Transpose", self._op("Reshape", t, self._ints(-1, LANES)), perm=[1, 0])
+        t = self.op("Transpose", self.op("Reshape", t, self.ints(-1, LANES)), perm=[1, 0])
         for stride in stage_strides(block, points)[len(across) :]:
-            t = self._butterfly(self._op("Reshape", t, self._ints(LANES // (2 * stride), 2, stride, -1)))
-        return self._op("Transpose", self._op("Reshape", t, self._ints(LANES, -1)), perm=[1, 0])
+            t = self._butterfly(self.op("Reshape", t, self.ints(LANES // (2 * stride), 2, stride, -1)))
+        return self.op("Transpose", self.op("Reshape", t, self.ints(LANES, -1)), perm=[1, 0])
 
     def _butterfly(self, pairs: ir.Value) -> ir.Value:
         """(n, 2, ...) -> the same shape, [:, 0] the sums and [:, 1] the differences."""
-        a, b = self._ops("Split", [pairs], 2, {"axis": 1, "num_outputs": 2})
-        return self._op("Concat", self._op("Add", a, b), self._op("Sub", a, b), axis=1)
+        a, b = self.ops("Split", [pairs], 2, {"axis": 1, "num_outputs": 2})
+        return self.op("Concat", self.op("Add", a, b), self.op("Sub", a, b), axis=1)
 
     def _hadamard(self, points: int) -> ir.Value:
-        return self._constant(f"hadamard{points}", hadamard(points, points).to(torch.float32).numpy())
+        return self.constant(f"hadamard{points}", hadamard(points, points).to(torch.float32).numpy())
 
     def _weight(self, weight: ir.Value) -> ir.Value:
         """(N, K) int8 initializer -> (K, N) uint8 initializer holding weight + 128; one per weight, however many linears read it."""
         if weight not in self._weights:
-            codes = _stored(weight, "weight")
+            codes = stored(weight, "weight")
             packed = np.ascontiguousarray((codes.astype(np.int16) + ZERO_POINT).astype(np.uint8).T)
             value = ir.Value(
                 name=f"{weight.name}.kn",
@@ -308,54 +346,12 @@ class KhtstLowering:
         """Whether anything but input `index` of a W8A8Linear reads `value`."""
         return value.is_graph_output() or not all(self._reads(node, at, index) for node, at in value.uses())
 
-    def _replace(self, old: ir.Value, new: ir.Value, but: int | None = None) -> None:
-        """Everybody reads `new`, under the name of `old`; input `but` of W8A8Linear nodes keeps reading `old`, to be lowered later."""
-        new.name, old.name = old.name, f"{old.name}.opaque"
-        new.shape, new.type = old.shape, old.type
-        for node, at in list(old.uses()):
-            if but is None or not self._reads(node, at, but):
-                node.replace_input_with(at, new)
-        for at, output in enumerate(self.graph.outputs):
-            if output is old:
-                self.graph.outputs[at] = new
+    def _replace_but(self, old: ir.Value, new: ir.Value, but: int) -> None:
+        """`replace`, except that input `but` of W8A8Linear nodes keeps reading `old`, to be lowered later."""
+        self.replace(old, new, lambda node, at: self._reads(node, at, but))
 
     def _zero_point(self) -> ir.Value:
-        return self._constant("zero_point", np.array(ZERO_POINT, np.uint8))
-
-    def _float(self, value: float) -> ir.Value:
-        return self._constant("float", np.array(value, np.float32))
-
-    def _ints(self, *values: int) -> ir.Value:
-        return self._constant("ints", np.array(values, np.int64))
-
-    def _constant(self, hint: str, array: Any) -> ir.Value:
-        """An initializer holding `array`, shared by all who ask for the same one."""
-        array = np.asarray(array)
-        key = (str(array.dtype), array.shape, array.tobytes())
-        if key not in self._constants:
-            tensor = ir.Tensor(array)
-            value = ir.Value(
-                name=f"{DOMAIN}.const.{hint}.{len(self._constants)}",
-                const_value=tensor,
-                type=ir.TensorType(tensor.dtype),
-                shape=tensor.shape,
-            )
-            self.graph.register_initializer(value)
-            self._constants[key] = value
-        return self._constants[key]
-
-    def _op(self, op_type: str, *inputs: ir.Value, name: str = "", **attributes: Any) -> ir.Value:
-        return self._ops(op_type, inputs, 1, attributes, name)[0]
-
-    def _ops(
-        self, op_type: str, inputs: Sequence[ir.Value], outputs: int, attributes: dict[str, Any], name: str = ""
-    ) -> Sequence[ir.Value]:
-        assert self._at is not None
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
-        self.graph.insert_before(self._at, node)
-        if name:
-            node.outputs[0].name = f"{self._prefix}.{name}"
-        return node.outputs
+        return self.constant("zero_point", np.array(ZERO_POINT, np.uint8))
 
 
 def rotation_slack(block: int, points: int) -> float:
@@ -371,17 +367,6 @@ def rotation_slack(block: int, points: int) -> float:
         return 0.0
     terms = (block // LANES - 1) + (LANES - 1 if points == block else 0)
     return LEVELS * 2.0**-24 * (2 * math.sqrt(points) * (terms + math.log2(points)) + 4)
-
-
-def _int(node: ir.Node, name: str) -> int:
-    return int(node.attributes[name].as_int())
-
-
-def _stored(value: ir.Value, what: str) -> np.ndarray[Any, Any]:
-    """The array an initializer holds. Raises LoweringError where the value is computed."""
-    if value.const_value is None:
-        raise LoweringError(f"{what} {value.name!r} is computed by the graph; needed: a stored tensor; quantize the model again")
-    return np.asarray(value.const_value.numpy())
 
 
 def _scale_of(scale: ir.Value, codes: ir.Value) -> bool:

@@ -1,4 +1,7 @@
-"""Layer by layer for ONNX: codes, integer sums and outputs as onnxruntime computes them, against the quantized program's own tensors."""
+"""Layer by layer for ONNX: codes, integer sums and outputs as onnxruntime computes them, against the quantized program's own tensors.
+
+Lookups in codebooks are judged on the vectors that onnxruntime had: every id, and the bits of the values.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from torch import fx
 
 from khtst_compile.errors import ArtifactError
 from khtst_compile.lower.digest import digest
+from khtst_compile.lower.onnx_codebook import IDS, ROWS, VALUES
+from khtst_compile.lower.replay_lookups import LOOKUPS, judge_exact, reference
 from khtst_compile.ops.w8a8_linear import int8_matmul, w8a8_linear_reference
-from khtst_compile.parity import Row, codes_differ, worst_ulp_of_terms
+from khtst_compile.parity import Row, codes_differ, relative_error_db, worst_ulp_of_terms
 from khtst_compile.program import Program, arguments, call_nodes, site_of
 
 Array = npt.NDArray[Any]
@@ -25,6 +30,7 @@ EXACT = "integers from equal inputs are equal"
 FLOAT_ULP, FLOAT_REASON = 70.0, "a row's scale a few ulp off; two scalings and a bias, each rounded, for one fused multiply-add"
 NEAR_TIE = "other orders of float32 sums before the quantizer: a code next to a tie moves by one"
 NEAR_TIE_SHARE = 5e-3
+VECTORS_DB, VECTORS_REASON = -80.0, "float operators after the last quantized linear, in other orders of float32 sums"
 
 
 @dataclass(frozen=True)
@@ -37,25 +43,27 @@ class _Product:
 
 
 def replay_onnx(program: Program, model: Path, inputs: dict[str, Array], threads: int | None) -> list[Row]:
-    """program: what was exported; model: the .onnx file. Rows for codes, sums and output of every quantized linear, in order.
+    """program: what was exported; model: the .onnx file. Rows for codes, sums and output of every quantized linear and for
+    vectors, ids and values of every lookup, in order.
 
-    The program runs in torch, but after each linear goes on with what onnxruntime computed there, so that every layer is judged on
-    nearly its own inputs. Raises ArtifactError where the model has other int8 products than the program.
+    The program runs in torch, but after each of these goes on with what onnxruntime computed there, so that every layer is judged on
+    nearly its own inputs. Raises ArtifactError where the model has other int8 products or lookups than the program.
     """
     linears = list(call_nodes(program.graph, torch.ops.khtst.w8a8_linear.default))
     returned = arguments(next(n for n in reversed(program.graph.nodes) if n.op == "output"))[0]
     public = dict(reversed([(n.name, s.name) for n, s in zip(returned, program.outputs, strict=True)]))
     proto = onnx.load(str(model))
     count = sum(n.op_type == "MatMulInteger" for n in proto.graph.node)
-    # The exporter computes equal products once.
-    first = _first_equal(program) if count < len(linears) else {n: n for n in linears}
-    same = {n: [m for m in linears if first[m] is n] for n in linears if first[n] is n}
-    if count != len(same):
-        raise ArtifactError(
-            f"{model}: has {count} int8 products, the reference {len(same)}; it was exported from another program; export again"
-        )
+    lookups = [n for n in program.graph.nodes if n.target in LOOKUPS]
+    marks = [name.removesuffix(ROWS) for n in proto.graph.node for name in n.output if name.endswith(f".{ROWS}")]
+    # The exporter computes equal products once, and equal lookups.
+    all_there = count == len(linears) and len(marks) == len(lookups)
+    first = {n: n for n in (*linears, *lookups)} if all_there else _first_equal(program)
+    same = _grouped(linears, first, count, "int8 products", model)
+    looked_up = _grouped(lookups, first, len(marks), "lookups", model)
     names = [next((public[m.name] for m in equal if m.name in public), None) for equal in same.values()]
-    products, values = _run(proto, names, inputs, threads)
+    products, values = _run(proto, names, marks, inputs, threads)
+    marked = {m.name: mark for equal, mark in zip(looked_up.values(), marks, strict=True) for m in equal}
     pairs = {m.name: p for equal, p in zip(same.values(), products, strict=True) for m in equal}
     seen: dict[str, Any] = dict(program.tensors())
     rows: list[Row] = []
@@ -65,12 +73,28 @@ def replay_onnx(program: Program, model: Path, inputs: dict[str, Array], threads
             product = pairs[node.name]
             rows.extend(_judge(node, product, values, seen))
             value = torch.from_numpy(values[product.output])
+        if node.name in marked:
+            found = {part: torch.from_numpy(values[marked[node.name] + part]) for part in (ROWS, VALUES, IDS)}
+            rows.extend(_judge_lookup(node, found, seen))
+            value = tuple(found[part].reshape(v.shape) for part, v in zip((VALUES, IDS), value, strict=True))
         seen[node.name] = value
         return value
 
     with torch.no_grad():
         program.run({k: torch.from_numpy(v) for k, v in inputs.items()}, hook)
     return rows
+
+
+def _grouped(
+    nodes: list[fx.Node], first: dict[fx.Node, fx.Node], count: int, what: str, model: Path
+) -> dict[fx.Node, list[fx.Node]]:
+    """The first of equal nodes -> all of them. Raises ArtifactError unless there are `count`."""
+    same = {n: [m for m in nodes if first[m] is n] for n in nodes if first[n] is n}
+    if count != len(same):
+        raise ArtifactError(
+            f"{model}: has {count} {what}, the reference {len(same)}; it was exported from another program; export again"
+        )
+    return same
 
 
 def _first_equal(program: Program) -> dict[fx.Node, fx.Node]:
@@ -90,9 +114,10 @@ def _first_equal(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _run(
-    proto: Any, public: list[str | None], inputs: dict[str, Array], threads: int | None
+    proto: Any, public: list[str | None], marks: list[str], inputs: dict[str, Array], threads: int | None
 ) -> tuple[list[_Product], dict[str, Array]]:
-    """The int8 products in graph order, and every value they name. public: names of those results that are outputs of the model."""
+    """The int8 products in graph order, and every value they and the lookups name. public: names of those results that are outputs of the
+    model; marks: what the names of each lookup's values begin with."""
     import onnxruntime
 
     found = [n for n in proto.graph.node if n.op_type == "MatMulInteger"]
@@ -100,6 +125,7 @@ def _run(
         _Product(n.input[0], n.output[0], name or n.output[0].removesuffix(".acc")) for n, name in zip(found, public, strict=True)
     ]
     names = list(dict.fromkeys(name for p in products for name in (p.codes, p.sums, p.output)))
+    names += [mark + part for mark in marks for part in (ROWS, VALUES, IDS)]
     if not names:  # asked for nothing, onnxruntime would return everything
         return [], {}
     present = {o.name for o in proto.graph.output}
@@ -108,6 +134,21 @@ def _run(
     options.intra_op_num_threads = threads or 0
     session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return products, dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def _judge_lookup(node: fx.Node, found: dict[str, torch.Tensor], seen: dict[str, Any]) -> list[Row]:
+    """found: what it read, its values and its ids, row by row."""
+    site = site_of(node)
+    operands: list[Any] = [seen[a.name] if isinstance(a, fx.Node) else a for a in arguments(node)]
+    theirs = operands[0].reshape(found[ROWS].shape)
+    finite = (theirs.isfinite() & found[ROWS].isfinite()).all(-1)
+    db = relative_error_db(found[ROWS][finite].numpy(), theirs[finite].numpy())
+    values, ids = reference(node, [found[ROWS], *operands[1:]])
+    return [
+        Row(site, "vectors", "relative error dB", db, VECTORS_DB, VECTORS_REASON),
+        judge_exact(site, "ids", found[IDS].reshape(ids.shape), ids),
+        judge_exact(site, "values", found[VALUES].reshape(values.shape), values),
+    ]
 
 
 def _judge(node: fx.Node, product: _Product, values: dict[str, Array], seen: dict[str, Any]) -> list[Row]:

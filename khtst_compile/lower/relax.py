@@ -36,8 +36,8 @@ INLINE_BYTES = 64  # constants up to this size stay in the module
 class Tap:
     """One value a kernel wrote. node: the fused graph's node; output: index in its result; site: where it is in the model.
 
-    kind: "codes" (int8 codes in the target's storage), "cache" (int8 codes as they are), "scale" or "float"; features: logical last axis
-    (codes may be padded);
+    kind: "codes" (int8 codes in the target's storage), "cache" (int8 codes as they are), "scale", "ids" (int32) or "float"; features:
+    logical last axis (codes may be padded), None where there is one value a row;
     act: the activation inside the operator, "none" where it has none.
     """
 
@@ -208,6 +208,8 @@ def _activation(node: fx.Node) -> str:
 def _tap(node: str, output: int, site: str, name: str, value: torch.Tensor) -> Tap:
     if value.dtype is torch.int8:
         return Tap(node, output, site, name, "cache" if name == "quantize_cache" else "codes", int(value.shape[-1]))
+    if value.dtype is torch.int32:
+        return Tap(node, output, site, name, "ids", None if name == "step_lookup" else int(value.shape[-1]))
     kind = "scale" if name.endswith(("quantize", "quantize_rows", "quantize_cache")) and output > 0 else "float"
     return Tap(node, output, site, name, kind, int(value.shape[-1]) if kind == "float" else None)
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from khtst_compile.lower.relax import Graph, Tap
+from khtst_compile.lower.replay_lookups import LOOKUPS, judge_lookup
 from khtst_compile.ops.quantize_rows import quantize_rows_reference
 from khtst_compile.ops.w8a8_linear import int8_matmul
 from khtst_compile.parity import Row, codes_differ, relative_error_db, worst_ulp_of_terms
@@ -43,6 +44,14 @@ FLOAT_BUDGETS = {
     "attention_int8": (-105.0, "exp as a polynomial, another order of float32 sums"),
     "linear": (-105.0, "another order of float32 sums over the input features"),
 }
+_COPIES = frozenset(
+    (
+        torch.ops.aten.view.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int, torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.squeeze.dims, torch.ops.aten.squeeze.dim, torch.ops.aten.expand.default, torch.ops.aten.select.int,
+        torch.ops.aten.slice.Tensor, torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.cat.default,
+        torch.ops.aten.split_with_sizes.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default, operator.getitem,
+    )
+)  # fmt: skip
 # Operators that write floats and their codes -> where the arguments of quantize_rows after x begin.
 _QUANTIZER_AT = {"norm_quantize": 5, "embed_norm_quantize": 10}
 
@@ -57,14 +66,20 @@ def replay(graph: Graph, outputs: list[Array], values: list[Array], inputs: dict
     by_node = {t.node: t for t in taps}
     seen: dict[str, Any] = dict(program.tensors())
     known = {*seen, *program.user_inputs(), *given}  # values that are the kernels' own, to the bit
+    moved = set(known)  # those, and what only moves their elements
     rows: list[Row] = []
 
     def hook(node: fx.Node, value: Any) -> Any:
         tap = by_node.get(node.name)
         if tap is not None:
-            rows.extend(_judge(node, tap, given[node.name], value, seen, known))
+            if _operator(node).target in LOOKUPS:
+                rows.extend(_judge_lookup(node, tap, given, value, seen, moved))
+            else:
+                rows.extend(_judge(node, tap, given[node.name], value, seen, known))
             value = given[node.name]  # what follows is judged on what the kernel really wrote
         seen[node.name] = value
+        if node.target in _COPIES and moved.issuperset(n.name for n in node.all_input_nodes):
+            moved.add(node.name)
         return value
 
     with torch.no_grad():
@@ -81,6 +96,17 @@ def _judge_output(name: str, got: Array, want: Array) -> Row:
         )
     differ = float((got != want).mean()) if got.shape == want.shape and got.size else float(got.shape != want.shape)
     return Row(f"output {name}", "against torch", "share that differs", differ, 0.0, EXACT)
+
+
+def _judge_lookup(
+    node: fx.Node, tap: Tap, given: dict[str, torch.Tensor], want: torch.Tensor, seen: dict[str, Any], moved: set[str]
+) -> list[Row]:
+    source, got, what = _operator(node), given[node.name], f"{tap.operator} {'ids' if tap.kind == 'ids' else 'values'}"
+    if got.shape != want.shape:
+        return [Row(tap.site, what, f"shape {tuple(got.shape)} for {tuple(want.shape)}", float("inf"), 0.0, "shapes are equal")]
+    operands = [seen[x.name] if isinstance(x, fx.Node) else x for x in arguments(source)]
+    ids = next((given[u.name] for u in source.users if arguments(u)[1] == 1 and u.name in given), None)
+    return judge_lookup(tap.site, what, source, tap.output, got, ids, operands, arguments(source)[0].name in moved)
 
 
 def _judge(node: fx.Node, tap: Tap, got: torch.Tensor, want: torch.Tensor, seen: dict[str, Any], known: set[str]) -> list[Row]:

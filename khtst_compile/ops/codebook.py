@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from khtst_compile.scores import LANES, LARGEST, score_error
+from khtst_compile.scores import LANES, LARGEST, TINY, score_error
 
-__all__ = ["LANES", "LARGEST", "codebook_lookup", "exact_scores", "lost_rows", "nearest", "score_error", "step_lookup"]
+__all__ = ["LANES", "LARGEST", "TINY", "codebook_lookup", "exact_scores", "lost_rows", "nearest", "score_error", "step_lookup"]
 
 _CHUNK = 1 << 22  # elements of float64 scores at a time
 
@@ -47,7 +47,9 @@ def nearest(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     ids = torch.zeros(len(z), dtype=torch.int32, device=z.device)
     wide = codes.double()
-    lengths, most = wide.square().sum(-1).sqrt().max(), 0.0 if bias is None else float(bias.abs().max())
+    lengths, most = wide.square().sum(-1).sqrt().max(), 0.0
+    if bias is not None:  # a row that fills up has -inf, which no sum changes
+        most = float(bias.abs().masked_fill(bias.isinf(), 0.0).max())
     step = max(1, _CHUNK // max(1, len(codes)))
     for first in range(0, len(z), step):
         part = z[first : first + step]
@@ -55,7 +57,7 @@ def nearest(z: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> 
         part = part.masked_fill(lost[:, None], 0.0)
         score = part.double() @ wide.T
         size = part.double().square().sum(-1).sqrt() * lengths
-        error = size * score_error(z.shape[1]) + (size + most) * 2.0**-24
+        error = size * score_error(z.shape[1]) + (size + most) * 2.0**-24 + z.shape[1] * TINY
         if bias is not None:
             score = score + bias.double()
         open_ = score >= (score.amax(-1) - 2 * error)[:, None]
@@ -106,8 +108,8 @@ def codebook_lookup(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Vectors through a codebook, or through the levels of a residual one.
 
-    z: (..., d) float32. codes: (levels, K, d) float32, all within LARGEST. bias: (levels, K) float32, added to the scores, -inf for a row
-    that fills up a smaller codebook; or None. table: (levels, K, v) float32, the values; v is d where there are several levels.
+    z: (..., d) float32. codes: (levels, K, d) float32, all within LARGEST_CODE. bias: (levels, K) float32, added to the scores, -inf for a
+    row that fills up a smaller codebook; or None. table: (levels, K, v) float32, the values; v is d where there are several levels.
 
     Level by level, on what is left of z: id = the first largest of `exact_scores` + bias, value = table[level, id]. `total` is the sum of
     values in order. What is left for the next level is (what was left) - value where `running`, else z - total.
@@ -149,7 +151,7 @@ def step_lookup(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each feature through its own step function: the codebook of FSQ and LFQ, which is a grid and never written out.
 
-    z: (..., d) float32. thresholds: (d, n - 1) float32, rising, ending with +inf where a feature has fewer steps. steps: (d, n) float32,
+    z: (..., d) float32. thresholds: (d, n - 1) float32, rising, ending with NaN where a feature has fewer steps. steps: (d, n) float32,
     the value of each step (beyond a feature's own the last one again). basis: (d,) int32.
 
     digit_j = how many thresholds of feature j are <= z_j (0 for NaN); value_j = steps[j, digit_j], NaN for NaN; id = sum_j digit_j basis_j.

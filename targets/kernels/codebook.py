@@ -29,7 +29,7 @@ from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.layout import Layout, Packed
-from khtst_compile.scores import LARGEST, score_error
+from khtst_compile.scores import LARGEST, LARGEST_CODE, score_error
 from khtst_compile.targets.isa import Isa
 
 from . import coarse as coarse_kernel
@@ -511,7 +511,7 @@ def pack(spec: Codebook, codes: Floats, bias: Floats | None, table: Floats) -> l
     """The constant arguments of `spec`, in order.
 
     codes: (levels, K, d) float32; bias: (levels, K) float32, -inf for a row that is never chosen, or None; table: (levels, K, v) float32.
-    Raises LoweringError for shapes that do not fit, entries that are not finite or above LARGEST, and a level without a row to choose.
+    Raises LoweringError for shapes that do not fit, entries that are not finite or above LARGEST_CODE, and a level without a row to choose.
     """
     wanted = (spec.levels, spec.codes, spec.features), (spec.levels, spec.codes, spec.value_features)
     if (codes.shape, table.shape) != wanted or (bias is not None and bias.shape != wanted[0][:2]):
@@ -520,9 +520,9 @@ def pack(spec: Codebook, codes: Floats, bias: Floats | None, table: Floats) -> l
             f"{wanted[1]}, {wanted[0][:2]}"
         )
     start = np.zeros(wanted[0][:2], np.float32) if bias is None else bias
-    if not (np.abs(codes) <= LARGEST).all() or not ((np.abs(start) <= LARGEST**2) | np.isneginf(start)).all():
+    if not (np.abs(codes) <= LARGEST_CODE).all() or not ((np.abs(start) <= LARGEST_CODE**2) | np.isneginf(start)).all():
         raise LoweringError(
-            f"{spec.name}: the codebook holds NaN, an infinity or an entry above {LARGEST:g}; needed: smaller numbers"
+            f"{spec.name}: the codebook holds NaN, an infinity or an entry above {LARGEST_CODE:g}; needed: smaller numbers"
         )
     if np.isneginf(start).all(axis=1).any():
         raise LoweringError(f"{spec.name}: a level has no code to choose, every bias is -inf; needed: one code or more")

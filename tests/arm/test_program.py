@@ -53,7 +53,7 @@ def check_golden(path: Path, variant: str, place: Path, runner: Path) -> None:
 
 def tap_digest(path: str, tap: dict[str, object], lead: tuple[int, ...]) -> str:
     kind, features = str(tap["kind"]), tap["features"]
-    raw = np.fromfile(path, np.int8 if kind == "codes" else np.float32)
+    raw = np.fromfile(path, {"codes": np.int8, "ids": np.int32}.get(kind, np.float32))
     count = raw.size // int(np.prod(lead)) if features is not None else 1
     shaped = raw.reshape(*lead, count) if features is not None else raw.reshape(lead)
     return digest(logical(kind, features, shaped, 0))  # type: ignore[arg-type]

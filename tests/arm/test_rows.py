@@ -11,7 +11,7 @@ import numpy as np
 import tvm
 
 from khtst_compile.targets.isa import AVX2, NEON
-from khtst_compile.targets.kernels import argsort, attention, norm, quantize, rotary, softmax
+from khtst_compile.targets.kernels import argsort, attention, norm, quantize, rotary, softmax, step_lookup
 from khtst_compile.targets.kernels.argsort import Argsort
 from khtst_compile.targets.kernels.attention import Attention
 from khtst_compile.targets.kernels.norm import Lookup, NormQuantize
@@ -19,8 +19,9 @@ from khtst_compile.targets.kernels.quantize import Quantizer, QuantizeRows, Rota
 from khtst_compile.targets.kernels.rotary import Rotary
 from khtst_compile.targets.kernels.rows import Lead, round_up
 from khtst_compile.targets.kernels.softmax import Softmax
+from khtst_compile.targets.kernels.step_lookup import StepLookup
 from tests.arm.emulator import CPUS, Call, build_kernels, run_kernels, same_numbers
-from tests.targets import test_attention, test_attention_cached, test_rows
+from tests.targets import codebooks, test_attention, test_attention_cached, test_rows
 from tests.targets.test_rows import awkward, smooth_of
 
 LEADS = ((0, 3), (1, 1), (1, 7), (3, 11))
@@ -152,6 +153,17 @@ def test_orders(runner: Path, tmp_path: Path) -> None:
         spec = Argsort(dtype, descending, Lead(2), 33)
         calls = [[rng.choice(values, (*lead, 33))] for lead in LEADS]
         cases[f"argsort_{dtype}_{int(descending)}"] = Case(argsort, spec, calls, [(33, "int64")])
+    compare(cases, tmp_path, runner)
+
+
+def test_steps(runner: Path, tmp_path: Path) -> None:
+    cases = {}
+    for width, count in ((1, 2), (9, 5), (33, 64)):
+        made = codebooks.grid(width, count)
+        tables = step_lookup.pack(made.thresholds.numpy(), made.steps.numpy(), made.basis.numpy())
+        rows = codebooks.step_rows(made, 33).numpy()
+        calls = [[rows[: int(np.prod(lead))].reshape(*lead, width), *tables] for lead in LEADS]
+        cases[f"steps{width}"] = Case(step_lookup, StepLookup(width, count), calls, [(width, "float32"), (None, "int32")])
     compare(cases, tmp_path, runner)
 
 

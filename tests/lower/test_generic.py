@@ -49,6 +49,10 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = 
         lambda x: torch.cat([x.topk(3, 1)[0], x.topk(2, -1, largest=False)[1].float()], 1),
         FLOATS.sin(),
     ),
+    "ids of levels, selected, widened and stacked": (
+        lambda x: torch.stack([x[..., 1].long(), (x[..., 0] * 7).long() + x[..., 2]], -1),
+        torch.arange(24, dtype=torch.int32).reshape(4, 2, 3),
+    ),
     "concatenated": (lambda x: torch.cat([x, -x], -1).tanh(), FLOATS),
 }
 
