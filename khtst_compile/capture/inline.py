@@ -10,6 +10,9 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
+from khtst_compile.errors import CaptureError
+from khtst_compile.program import source_line
+
 # Wrapper -> at which argument the wrapped graph is; what comes behind it are its inputs.
 _WRAPPERS = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}
 
@@ -17,7 +20,7 @@ _WRAPPERS = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}
 def inline_modes(ep: ExportedProgram) -> None:
     """Inline, in place, what lies under autocast for another device or switched off, or under no_grad.
 
-    Autocast that is switched on for the CPU computes in another dtype and stays, for `refuse_unknown` to name.
+    Raises CaptureError for autocast that is switched on for the CPU, which computes in another dtype.
     """
     while _inline_once(ep.graph_module):
         pass
@@ -33,8 +36,13 @@ def _inline_once(module: fx.GraphModule) -> bool:
     found = False
     for node in list(module.graph.nodes):
         at = _WRAPPERS.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
-        if at is None or not isinstance(node.target, torch._ops.HigherOrderOperator) or _counts(node):
+        if at is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
+        if _counts(node):
+            raise CaptureError(
+                f"{source_line(node)}: wrap_with_autocast for the CPU is on, which computes in {node.args[1]}; needed: float32; leave the "
+                "model without autocast"
+            )
         _inline(module, node, node.args[at], node.args[at + 1 :])
         found = True
     return found
