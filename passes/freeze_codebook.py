@@ -38,8 +38,8 @@ WORTH_SHARE = 1 / 16  # of the codes left open, at most, for scoring them again 
 class FreezeCodebook:
     """retract: replace codes that should be orthonormal and are not by their polar factor (ids and values move); prune_dead: leave out
     codes that no calibration vector chose; certified: let kernels search in int8 first, "auto" where it pays; orthonormal: "require" of
-    every codebook, or "auto" of those that claim it; strict: refuse calibration vectors without a code (NaN) instead of counting them; keep:
-    ';'-separated globs of codebooks to leave alone."""
+    every codebook, or "auto" of those that claim it; strict: refuse calibration vectors without a code (NaN) instead of counting them;
+    keep: ';'-separated globs of codebooks to leave alone."""
 
     name: ClassVar[str] = "freeze_codebook"
 

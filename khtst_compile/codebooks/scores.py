@@ -140,7 +140,10 @@ def read_scores(ev: Evaluator, scores: fx.Node, largest: bool) -> Scores:
             rounded = _EXPONENTIAL if node.target in _EXPONENTIALS else rounded
             node, factor = arguments(node)[0], 1.0 if factor > 0 else -1.0
             continue
-        raise NoProduct(f"its scores come from {node.target}, not from a product with constant codes")
+        kind = NotUnderstood if _has_codes(ev, node) else NoProduct
+        raise kind(
+            f"its scores come from {node.target}; needed: a product with constant codes, but for steps that keep a row's order"
+        )
 
 
 def _expand(ev: Evaluator, node: fx.Node, factor: float, width: int, terms: _Terms) -> None:
@@ -209,6 +212,20 @@ def _has_product(ev: Evaluator, node: fx.Node, width: int, depth: int = 24) -> b
     return any(_has_product(ev, n, width, depth - 1) for n in node.all_input_nodes)
 
 
+def _has_codes(ev: Evaluator, node: fx.Node) -> bool:
+    """Whether a product with constants lies anywhere closely behind `node`."""
+    pending, seen = [node], set[fx.Node]()
+    while pending and len(seen) < 16:
+        here = pending.pop(0)
+        if here in seen or here in ev.constants:
+            continue
+        seen.add(here)
+        if here.target in _READERS and _READERS[here.target](ev, here) is not None:
+            return True
+        pending.extend(here.all_input_nodes)
+    return False
+
+
 def _product(ev: Evaluator, node: fx.Node, width: int) -> _Product | None:
     """The product a node is, or None."""
     read = _READERS.get(node.target)
@@ -224,7 +241,10 @@ def _constant(ev: Evaluator, node: Any) -> torch.Tensor | None:
 
 
 def _headed(value: torch.Tensor) -> torch.Tensor | None:
-    """(..., K, d) -> (heads, K, d); None where more than one leading axis is longer than 1."""
+    """(..., K, d) -> (heads, K, d); None where more than one leading axis is longer than 1. The same codes over and over are one head."""
+    flat = value.reshape(-1, *value.shape[-2:])
+    if len(flat) and bool((flat == flat[:1]).all()):
+        return flat[:1]
     lead = [n for n in value.shape[:-2] if n != 1]
     return value.reshape(lead[0] if lead else 1, *value.shape[-2:]) if len(lead) <= 1 else None
 
