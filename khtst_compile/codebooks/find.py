@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 _EXTREMES = {aten.argmax.default: True, aten.argmin.default: False}
 _PAIRS = {aten.max.dim: True, aten.min.dim: False, aten.topk.default: True}
+FAILURES = (RuntimeError, KeyError, IndexError, ValueError, TypeError)
+"""What running a part of a graph on made-up ids raises where it expects others."""
 RANKS = (2, 3, 4)  # of z: one to three axes before the features
 
 
@@ -44,7 +46,12 @@ def find_codebooks(program: Program, keep: str | None = None) -> Found:
     skipped: list[Skipped] = []
     candidates: list[Candidate] = []
     for anchor, scores, largest, dim in _anchors(program.graph):
-        made = _candidate(ev, anchor, scores, largest, dim, skipped)
+        try:
+            made = _candidate(ev, anchor, scores, largest, dim, skipped)
+        except FAILURES as error:
+            made = None
+            if hinted(anchor):
+                skipped.append(Skipped(site_of(anchor), f"it cannot be run on its own: {first_line(error)}"))
         if made is not None:
             candidates.append(made)
     results = {s.name: r for s, r in zip(program.outputs, _results(program.graph), strict=True)}
@@ -63,6 +70,10 @@ def find_codebooks(program: Program, keep: str | None = None) -> Found:
     skipped += [Skipped(c.site, "kept as asked") for c in kept]
     found = [c for c in found if c not in kept]
     return Found(tuple(found), tuple(dict.fromkeys(skipped)))
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def holds_step_ids(ev: Evaluator, anchor: fx.Node, results: dict[str, fx.Node]) -> dict[str, object] | None:

@@ -75,7 +75,10 @@ def find_steps(ev: Evaluator, skipped: list[Skipped]) -> Iterator[Steps]:
         digits = _digits(ev, node)
         if digits is None or node in ev.constants:
             continue
-        place = _one_codebook(ev, node, *digits)
+        try:
+            place = _one_codebook(ev, node, *digits)
+        except (RuntimeError, KeyError, IndexError, TypeError) as error:  # it does not take made-up features
+            place = f"it cannot be run on its own: {type(error).__name__}"
         if isinstance(place, Steps):
             yield place
         elif place and hinted(node):
@@ -165,6 +168,8 @@ def _steps(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.Tensor, 
     d = len(basis)
     ends = torch.tensor([[-torch.finfo(torch.float32).max], [torch.finfo(torch.float32).max]]).expand(2, d)
     low, high = _digit(ev, z, digits, ends)
+    if int((high * basis).sum()) >= 2**31:
+        raise ValueError("it has more codes than int32 ids can tell apart")
     if bool((low != 0).any()):
         raise ValueError("its digits do not count up from 0 with the feature")
     counts = (high + 1).tolist()

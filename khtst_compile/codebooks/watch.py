@@ -151,7 +151,7 @@ class Watch:
             self.stats.value_ulp = max(self.stats.value_ulp, float(ulps(found, wanted).max()))
 
 
-MOST_COUNTED = 1 << 20  # codes of a grid whose use is counted one by one
+MOST_COUNTED = 1 << 14  # codes of a grid whose use is counted one by one
 
 
 def step_counts(book: Steps) -> torch.Tensor:
