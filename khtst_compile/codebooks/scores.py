@@ -393,7 +393,8 @@ def _finish(ev: Evaluator, node: fx.Node, product: _Product, factor: float, bias
     if euclidean:
         total = -norms / 2  # without the rounding of the model's own squares
     spread = total.amax(-1) - total.amin(-1)
-    flat = bool((spread <= 2.0**-22 * total.abs().amax(-1)).all())
+    # Norms that are equal but for the rounding of their codes say nothing.
+    flat = bool((spread <= (2.0**-22 * total.abs().amax(-1) if euclidean else 0.0)).all())
     return Scores(product.z, node, product.origin, codes.contiguous(), None if flat else total.float(), euclidean)
 
 

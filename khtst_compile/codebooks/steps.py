@@ -69,6 +69,10 @@ MOST_STEPS = 256
 SAMPLES = 4096  # of the floats, that monotony is looked at on
 
 
+class NoCodebook(Exception):
+    """A weighted sum of digits that stands for nothing: positions, lengths."""
+
+
 def find_steps(ev: Evaluator, skipped: list[Skipped]) -> Iterator[Steps]:
     """Every weighted sum of digits that are a function of steps of one vector."""
     for node in ev.graph.nodes:
@@ -123,6 +127,8 @@ def _one_codebook(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.T
             break
         try:
             return _steps(ev, total, digits, basis, z)
+        except NoCodebook:
+            return None
         except ValueError as error:
             reason = reason or str(error)
     return reason
@@ -173,6 +179,9 @@ def _steps(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.Tensor, 
     if bool((low != 0).any()):
         raise ValueError("its digits do not count up from 0 with the feature")
     counts = (high + 1).tolist()
+    order = basis.argsort()
+    if bool((basis[order][1:] < (basis * (high + 1))[order][:-1]).any()):
+        raise ValueError("its ids do not tell all its codes apart")
     if max(counts) > MOST_STEPS or min(counts) < 1:
         raise ValueError(f"one of its features has {max(counts)} steps; needed: 1 to {MOST_STEPS}")
     grid = _floats(torch.linspace(_ordered(ends)[0, 0], _ordered(ends)[1, 0], SAMPLES, dtype=torch.float64).long())
@@ -187,6 +196,8 @@ def _steps(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.Tensor, 
         thresholds[n - 1 :, j] = torch.inf
     places = torch.cat([ends[:1], thresholds.where(thresholds.isfinite(), torch.finfo(torch.float32).max)])
     held, through, steps = _values(ev, z, digits, total, places)
+    if not held and not hinted(total):
+        raise NoCodebook("nothing reads values of its digits")
     for j, n in enumerate(counts):
         steps[n:, j] = steps[n - 1, j]
     anchor = _last_id(ev, total, basis, counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from khtst_compile.calibrate import Samples, calibrate
-from khtst_compile.capture import capture_module
+from khtst_compile.capture import capture, capture_module
 from khtst_compile.codebooks.find import find_codebooks
 from khtst_compile.codebooks.found import Steps, Vectors
 from khtst_compile.codebooks.watch import CodebookStats, Watch, ulps
@@ -141,6 +142,34 @@ def test_levels_whose_values_are_read_stay_lookups_of_their_own() -> None:
     ]
     expected, found = compare(program, after, samples(99))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Lengths(nn.Module):
+    """Weighted sums of decisions that are no ids."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ((x > 0).long() * 2 ** torch.arange(12)).sum(-1), ((x > 0).long() * torch.arange(1, 13)).sum(-1)
+
+
+def test_sums_of_decisions_without_values_are_no_codebook() -> None:
+    after = frozen(capture_module(Lengths(), (samples(0, 3),)))
+    assert after.history[-1]["changed"] == 0 and after.history[-1]["skipped"] == []
+
+
+@pytest.mark.parametrize("kind", ["fsq", "lfq", "stiefel residual", "differences"])
+def test_an_exported_file_gives_the_same_lookup(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = model({**VECTORS, **STEPS}[kind]())
+    batch = torch.export.Dim("batch", min=1, max=512)
+    with torch.no_grad():
+        exported = torch.export.export(module, (samples(0, 3),), dynamic_shapes=({0: batch},))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    entries = [
+        frozen(calibrated(p)).meta["codebooks"]
+        for p in (capture(tmp_path / "model.pt2"), capture_module(module, (samples(0, 3),)))
+    ]
+    (found,), (wanted,) = entries
+    assert found["sha256"] == wanted["sha256"] and found["site"] == "quantizer" and found["source"] == wanted["source"]
 
 
 class Scaled(nn.Module):
