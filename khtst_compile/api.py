@@ -52,6 +52,9 @@ def quantize(
     recipe: str | None = None,
     keep_fp32: str | Sequence[str] = (),
     kv_cache: str = "float32",
+    retract: bool = False,
+    prune_dead: bool = False,
+    strict: bool = False,
     task: str | None = None,
     shapes: dict[str, tuple[int, int]] | None = None,
     random: bool = False,
@@ -67,8 +70,8 @@ def quantize(
     source: a Hugging Face folder, "package.module:factory", a .pt2 file, or a Program. calib: a file (see samples.load_samples) or
     Samples; random: made-up samples instead, with a warning. recipe: text or a name (default: recipe.DEFAULT_RECIPE). keep_fp32: globs
     of sites that stay float32. kv_cache: what a language model keeps its keys and values as, "float32" or "int8", which adds the pass
-    `kv_cache`. shapes: axis -> (min, max). limit, max_length: samples at most, tokens of each at most. dump: folder for the graph after
-    each pass. Raises KhtstError subclasses; nothing is left at `output` then.
+    `kv_cache`. retract, prune_dead, strict: of the pass `freeze_codebook`. shapes: axis -> (min, max). limit, max_length: samples at most,
+    tokens of each at most. dump: folder for the graph after each pass. Raises KhtstError subclasses; nothing is left at `output` then.
     """
     from khtst_compile import recipe as recipes
     from khtst_compile.calibrate import calibrate
@@ -93,6 +96,8 @@ def quantize(
     text = recipe if recipe is not None else recipes.DEFAULT_RECIPE
     passes = [recipes.keep(p, keep_fp32) for p in recipes.parse(text)]
     passes += recipes.parse("kv_cache") if kv_cache == "int8" else []
+    passes = recipes.with_options(passes, "freeze_codebook", retract=retract, prune_dead=prune_dead, strict=strict)
+    edited = bool(keep_fp32 or kv_cache != "float32" or retract or prune_dead or strict)
     with artifact.staging(output) as folder:
         program = source if isinstance(source, Program) else capture(source, task=task, shapes=shapes, seed=seed)
         say(f"captured {program.meta['source']}: {program.meta['parameters']:,} parameters, task {program.meta['task']}")
@@ -116,7 +121,7 @@ def quantize(
             "kind": "quantized",
             "made_by": _made_by(),
             "source": str(program.meta["source"]),
-            "recipe": recipes.render(passes) if keep_fp32 or kv_cache != "float32" else recipes.RECIPES.get(text.strip(), text),
+            "recipe": recipes.render(passes) if edited else recipes.RECIPES.get(text.strip(), text),
             "passes": [*quantized.history],
             "inputs": [s.to_json() for s in quantized.inputs],
             "outputs": [s.to_json() for s in quantized.outputs],

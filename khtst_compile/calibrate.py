@@ -1,4 +1,4 @@
-"""Samples -> running statistics of the activations that reach each linear layer."""
+"""Samples -> running statistics of the activations that reach each linear layer, and of the vectors that reach each codebook."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from khtst_compile.codebooks.find import find_codebooks
+from khtst_compile.codebooks.watch import CodebookStats, Watch
 from khtst_compile.errors import CalibrationError
 from khtst_compile.linears import find_linears
+from khtst_compile.ops.codebook import lost_rows
 from khtst_compile.progress import NullProgress, Progress
 from khtst_compile.reservoir import Reservoir
 from khtst_compile.samples import Samples, load_samples
@@ -67,12 +70,14 @@ class Stats:
     """activations: name of the graph node linear layers read -> its statistics; samples: calibration samples seen.
 
     held_samples: a few whole batches (public input name -> tensor) of samples that `rows` took nothing from, for end-to-end checks.
+    codebooks: site -> what was seen of the codebook there; see `codebooks.find`.
     """
 
     activations: dict[str, ActivationStats]
     samples: int
     source: str = ""
     held_samples: list[Batch] = field(default_factory=list)
+    codebooks: dict[str, CodebookStats] = field(default_factory=dict)
 
 
 def calibrate(
@@ -91,7 +96,7 @@ def calibrate(
     rows, held_rows: tokens kept per activation to calibrate on and to judge on, from different samples where there are at least
     eight. gradients: also keep what the outputs' seeded random projection does at each linear. moments: also sum up second moments.
     Memory is one batch, the kept tokens and the moments, whatever the number of samples. Raises CalibrationError for no samples at all
-    and for NaN or infinity in an activation.
+    and for NaN or infinity in an activation (vectors that reach a codebook are counted instead), PassError for a broken codebook.
     """
     count, source = (samples.count, samples.source) if isinstance(samples, Samples) else (None, "samples given in Python")
     collector = _Collector(program, rows, held_rows, gradients, moments, seed, count)
@@ -151,6 +156,11 @@ class _Collector:
         self.readers: dict[str, list[fx.Node]] = {}
         for node, read in self.reads.items():
             self.readers.setdefault(read, []).append(node)
+        codebooks = find_codebooks(program)
+        self.watches = [Watch(book, rows) for book in codebooks.codebooks]
+        self.watched = {name for watch in self.watches for name in watch.needs()}
+        self.scored = codebooks.replaced()
+        self.through = {name: z for book in codebooks.codebooks for name, z in book.through_forms()}
         self.tracked: dict[str, _Tracked] = {}
         self.seen = 0
         self.batch_number = 0
@@ -187,6 +197,11 @@ class _Collector:
                 f"calibration batch {self.batch_number}: {str(error).splitlines()[0]}: a value in it indexes past the end of a table; "
                 "correct the data"
             ) from error
+        for watch in self.watches:
+            z = runner.kept[watch.codebook.z]
+            lead = tuple(z.shape[:-1]) if getattr(watch.codebook, "head", None) is None else tuple(z.shape[1:-1])
+            real, _, keys = layout.tokens(lead)
+            watch.see(runner.kept, real, keys)
         if self.gradients:
             self._backward(results, layout)
         self._keep_whole(batch, layout.batch)
@@ -243,7 +258,7 @@ class _Collector:
                 len(self.linears),
                 silent[0],
             )
-        return Stats(found, self.seen, source, self.kept_batches)
+        return Stats(found, self.seen, source, self.kept_batches, {w.codebook.site: w.result() for w in self.watches})
 
 
 class _Layout:
@@ -305,6 +320,7 @@ class _Runner(fx.Interpreter):
         self.extra_traceback = False  # else fx appends the model's whole traceback to the message of any error
         self._collector, self._layout = collector, layout
         self._picked: dict[str, list[_Picked]] = {}
+        self.kept: dict[str, torch.Tensor] = {}  # what codebooks are judged on
 
     def run_node(self, n: fx.Node) -> Any:
         if getattr(n.target, "namespace", "") == "khtst":
@@ -314,10 +330,17 @@ class _Runner(fx.Interpreter):
         else:
             value = super().run_node(n)
         collector = self._collector
+        if n.name in collector.watched:
+            self.kept[n.name] = value.detach()
+        if n.name in collector.through:
+            # Capture leaves out that the difference has no gradient: without it, none would reach what lies before a codebook.
+            z = next(self.env[a] for a in n.all_input_nodes if a.name == collector.through[n.name])
+            value = z + (value - z).detach()
         if n.name in collector.readers and isinstance(value, torch.Tensor) and value.is_floating_point():
             self._observe(n, value.detach())
         if n in collector.reads and value.is_floating_point():
-            self._check(n, value, f"{_site(n)!r} gives")
+            if n.name not in collector.scored:
+                self._check(n, value, f"{_site(n)!r} gives")
             if collector.gradients:
                 value = self._listen(n, value)
         return value
@@ -327,6 +350,8 @@ class _Runner(fx.Interpreter):
         collector = self._collector
         real, held, keys = self._layout.tokens(tuple(value.shape[:-1]))
         flat = value.reshape(-1, value.shape[-1])
+        if all(reader.name in collector.scored for reader in collector.readers[n.name]):
+            real = real & ~lost_rows(flat)  # rows without a code are counted
         seen = flat if bool(real.all()) else flat[real]
         tracked = collector.tracked.get(n.name)
         if tracked is None:

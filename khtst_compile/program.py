@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -19,9 +19,11 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils._pytree import tree_structure
 
 import khtst_compile.ops  # noqa: F401  (registers khtst:: operators)
-from khtst_compile.calibrate import Stats
 from khtst_compile.errors import PassError, UsageError
 from khtst_compile.signature import TensorSpec
+
+if TYPE_CHECKING:
+    from khtst_compile.calibrate import Stats
 
 __all__ = [
     "WRAPPED",

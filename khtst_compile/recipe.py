@@ -18,6 +18,7 @@ from khtst_compile.errors import UsageError
 
 # name on the command line -> "module:Class"; strings, so that listing passes imports none of them
 PASSES: dict[str, str] = {
+    "freeze_codebook": "khtst_compile.passes.freeze_codebook:FreezeCodebook",
     "smooth": "khtst_compile.passes.smooth:Smooth",
     "rotate": "khtst_compile.passes.rotate:Rotate",
     "w8a8": "khtst_compile.passes.w8a8:W8A8",
@@ -26,11 +27,11 @@ PASSES: dict[str, str] = {
 
 # name -> recipe text; the first is the default
 RECIPES: dict[str, str] = {
-    "w8a8-rotated": "smooth{alpha=trust} | rotate{block=128} | w8a8",
-    "w8a8-fast": "smooth{alpha=trust} | rotate{block=128,points=8} | w8a8",
-    "w8a8-smooth": "smooth{alpha=trust} | w8a8",
-    "w8a8-smooth-half": "smooth{alpha=0.5} | w8a8",
-    "w8a8-plain": "w8a8{rounding=nearest}",
+    "w8a8-rotated": "freeze_codebook | smooth{alpha=trust} | rotate{block=128} | w8a8",
+    "w8a8-fast": "freeze_codebook | smooth{alpha=trust} | rotate{block=128,points=8} | w8a8",
+    "w8a8-smooth": "freeze_codebook | smooth{alpha=trust} | w8a8",
+    "w8a8-smooth-half": "freeze_codebook | smooth{alpha=0.5} | w8a8",
+    "w8a8-plain": "freeze_codebook | w8a8{rounding=nearest}",
     "fp32": "",
 }
 DEFAULT_RECIPE = "w8a8-rotated"
@@ -71,6 +72,15 @@ def keep(step: Pass, globs: Sequence[str]) -> Pass:
     if not globs or not hasattr(step, "keep_fp32"):
         return step
     return dataclasses.replace(step, keep_fp32=";".join(filter(None, (step.keep_fp32, *globs))))  # type: ignore[type-var]
+
+
+def with_options(passes: Sequence[Pass], name: str, **options: bool) -> list[Pass]:
+    """`passes` with options that are True set on the step of that name. Raises UsageError where there is none."""
+    given = {k: True for k, v in options.items() if v}
+    if given and not any(step.name == name for step in passes):
+        asked = ", ".join("--" + k.replace("_", "-") for k in given)
+        raise UsageError(f"{asked}: the recipe has no step {name!r}; add it at the front, or leave the option out")
+    return [dataclasses.replace(step, **given) if step.name == name and given else step for step in passes]  # type: ignore[type-var]
 
 
 def render(passes: list[Pass]) -> str:

@@ -140,8 +140,8 @@ def functional(program: Program) -> Program:
     for spec in program.ep.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
             raise CaptureError(
-                f"the model writes into {spec.target!r} while it runs, which a compiled function cannot; make it an input "
-                "and an output of forward, or freeze it"
+                f"the model writes into {spec.target!r} while it runs, which a compiled function cannot; if that is a counter or a moving "
+                "average of training, export it after model.eval(); else make it an input and an output of forward, or freeze it"
             )
     return program
 

@@ -15,6 +15,8 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
 from khtst_compile.capture.clean import clean, functional, refuse_unknown
+from khtst_compile.capture.flags import plain_flags
+from khtst_compile.capture.inline import inline_modes
 from khtst_compile.capture.refusals import model_line, refusal
 from khtst_compile.capture.shapes import Axis, resized, trace_size
 from khtst_compile.capture.wrapper import Named
@@ -40,7 +42,7 @@ def to_program(module: Named, examples: dict[str, torch.Tensor], axes: Sequence[
     examples: input name -> tensor, in call order. Raises CaptureError where the model cannot be exported or an axis the user
     asked for cannot vary.
     """
-    with exporting():
+    with exporting(), plain_flags(module, examples):
         exported = export(module, examples, axes)
     return describe(
         exported.ep, list(examples), module.output_names(), exported.axes, {**meta, "static_axes": list(exported.notes)}
@@ -51,6 +53,7 @@ def describe(
     ep: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], axes: Sequence[Axis], meta: dict[str, Any]
 ) -> Program:
     """Clean an exported graph and give its inputs, outputs and axes their public names."""
+    inline_modes(ep)
     draft = functional(Program(ep, (), (), meta=meta))
     _rename_builtins(draft.ep)
     names = _symbols(draft, inputs, axes)

@@ -27,6 +27,9 @@ SHOWN = 12  # layers left alone that the summary names
     show_default=True,
     help="What a language model keeps its keys and values as.",
 )
+@click.option("--retract", is_flag=True, help="Project codebooks that have lost orthonormality; their ids and values move.")
+@click.option("--prune-dead", is_flag=True, help="Leave out codes that no calibration vector chose; ids are renumbered.")
+@click.option("--strict", is_flag=True, help="Refuse calibration vectors that no code can be given to (NaN).")
 @click.option("--task", help="What the model is for, where its architecture does not say.")
 @click.option("--shapes", multiple=True, metavar="NAME=MIN..MAX", help="Bounds of a dynamic axis; repeatable.")
 @click.option("--limit", type=click.IntRange(min=1), default=256, show_default=True, help="Calibration samples to use at most.")
@@ -44,6 +47,9 @@ def command(
     recipe: str,
     keep_fp32: tuple[str, ...],
     kv_cache: str,
+    retract: bool,
+    prune_dead: bool,
+    strict: bool,
     task: str | None,
     shapes: tuple[str, ...],
     limit: int,
@@ -65,6 +71,9 @@ def command(
         recipe=recipe,
         keep_fp32=keep_fp32,
         kv_cache=kv_cache,
+        retract=retract,
+        prune_dead=prune_dead,
+        strict=strict,
         task=task,
         shapes=parse_shapes(shapes) or None,
         random=random,

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from khtst_compile.errors import UsageError
-from khtst_compile.zoo.polar import delta_ort
-
-DELTA_ORT = 1e-6
-"""Rounding to float32 moves entries of a unit row by 2**-25 at most, and a Gram entry by a few times that."""
+from khtst_compile.quant.stiefel import DELTA_ORT, delta_ort
 
 
 class Quantized(NamedTuple):

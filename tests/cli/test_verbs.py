@@ -108,7 +108,7 @@ def test_inspect(cli: Cli, made: Made) -> None:
 
 def test_passes_and_targets(cli: Cli) -> None:
     found = json.loads(cli("passes", "--json").stdout)
-    assert list(found["passes"]) == ["smooth", "rotate", "w8a8", "kv_cache"]
+    assert list(found["passes"]) == ["freeze_codebook", "smooth", "rotate", "w8a8", "kv_cache"]
     assert {"name": "block", "type": "int", "default": 128} in found["passes"]["rotate"]["options"]
     targets = {t["name"]: t for t in json.loads(cli("targets", "--json").stdout)}
     assert targets["x86-avx2"]["is"] == "x86-avx2" and targets["x86"]["is"].startswith("x86-")
