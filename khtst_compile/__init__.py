@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from khtst_compile.api import export, inspect, lower, quantize, verify
+    from khtst_compile.api import export, inspect, lower, quantize, split, verify
     from khtst_compile.benchmark import bench
     from khtst_compile.evaluate import perplexity
     from khtst_compile.runtime import load
@@ -21,6 +21,7 @@ _PUBLIC = {
     "quantize": "khtst_compile.api",
     "lower": "khtst_compile.api",
     "export": "khtst_compile.api",
+    "split": "khtst_compile.api",
     "verify": "khtst_compile.api",
     "inspect": "khtst_compile.api",
     "bench": "khtst_compile.benchmark",
@@ -28,7 +29,19 @@ _PUBLIC = {
     "perplexity": "khtst_compile.evaluate",
 }
 
-__all__ = ["__version__", "bench", "export", "inspect", "integrations", "load", "lower", "perplexity", "quantize", "verify"]
+__all__ = [
+    "__version__",
+    "bench",
+    "export",
+    "inspect",
+    "integrations",
+    "load",
+    "lower",
+    "perplexity",
+    "quantize",
+    "split",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "lower": ("khtst_compile.cli.lower", "Compile a quantized model for a target."),
     "kernels": ("khtst_compile.cli.kernels", "Compile int8 layers as a C library for 32-bit ARM."),
     "export": ("khtst_compile.cli.export", "Write a quantized model as ONNX."),
+    "split": ("khtst_compile.cli.split", "Cut a model with codebooks into an encoder and a decoder that talk in ids."),
     "verify": ("khtst_compile.cli.verify", "Compare an artifact with what it was made from, layer by layer."),
     "run": ("khtst_compile.cli.run", "Run a compiled model on arrays."),
     "generate": ("khtst_compile.cli.generate", "Go on with a text by a compiled language model."),
