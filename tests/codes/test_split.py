@@ -13,7 +13,7 @@ from vector_quantize_pytorch import ResidualVQ, VectorQuantize
 from khtst_compile.codebooks.halves import split
 from khtst_compile.errors import UnsupportedError, UsageError
 from khtst_compile.program import Program, call_nodes, site_of
-from tests.codes.coders import frozen
+from tests.codes.coders import Skipping, frozen
 from tests.quantizers import LOOKUPS, STEPS, VECTORS, model, samples
 
 NARROW = {"rounded", "signs"}  # take and give six features
@@ -53,21 +53,8 @@ def test_every_codebook(kind: str) -> None:
         assert site in linears and {"encoder": "decoder", "decoder": "encoder"}[site] not in linears
 
 
-class Skipping(nn.Module):
-    """A decoder that adds what goes around the codebook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(12, 16), nn.Linear(16, 5)
-        self.quantizer = VectorQuantize(dim=16, codebook_size=32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.encoder(x)
-        return self.decoder(self.quantizer(z)[0] + 0.5 * F.relu(z))
-
-
 def test_a_skip_connection_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"would need more than ids: 'add\w*' \(test_split.py:\d+: .*\) also reads .*relu"):
+    with pytest.raises(UnsupportedError, match=r"would need more than ids: 'add\w*' \(coders.py:\d+: .*\) also reads .*relu"):
         split(frozen(Skipping().eval()))
 
 
@@ -99,6 +86,35 @@ def test_codebooks_in_a_row(both: bool) -> None:
     assert where.decoded == ("output_0",)
     coded, _ = compared(program, samples(9, 7))
     assert coded["lost"].shape == (len(where.books),)
+
+
+class Flat(nn.Module):
+    """Vectors of all samples in one axis of rows, which the decoder takes apart again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(12, 16), nn.Linear(16, 5)
+        self.quantizer = ResidualVQ(dim=16, codebook_size=32, num_quantizers=2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.encoder(x.reshape(-1, x.shape[-1]))
+        values, ids, _ = self.quantizer(rows)
+        return self.decoder(values).reshape(*x.shape[:-1], 5), ids
+
+
+@pytest.mark.parametrize("shapes", [None, {"x.1": (1, 40)}])
+def test_rows_of_all_samples_in_one_axis(shapes: dict[str, tuple[int, int]] | None) -> None:
+    """Ids have the inputs' own axes, so that the decoder knows each of them."""
+    torch.manual_seed(0)
+    program = frozen(Flat().eval(), shapes)
+    _, decoder, where = split(program)
+    assert [s.shape for s in decoder.inputs] == [("batch", 10 if shapes is None else "x_1", 2)]
+    assert where.decoded == ("output_0",) and where.left_out == ("output_1",)
+    for size in (1, 7):
+        coded, decoded = compared(program, samples(9, size))
+        assert coded["quantizer"].shape == (size, 10, 2) and decoded["output_0"].shape == (size, 10, 5)
+    if shapes is not None:
+        assert compared(program, samples(9, 7)[:, :3])[1]["output_0"].shape == (7, 3, 5)
 
 
 def test_rows_without_a_code_are_counted_and_decoded_as_code_0() -> None:
