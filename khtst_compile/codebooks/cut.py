@@ -130,10 +130,15 @@ def _ids_alone(node: fx.Node) -> set[fx.Node] | None:
                 return None
             found.add(source)
         elif node.target in _HANDED_ON:
-            pending += [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+            pending += [n for n in node.all_input_nodes if _holds_something(n.meta["val"])]
         else:
             return None
     return found
+
+
+def _holds_something(value: Any) -> bool:
+    """False for sizes, and for tensors that are always empty, which lists of ids begin with."""
+    return isinstance(value, torch.Tensor) and not any(isinstance(s, int) and s == 0 for s in value.shape)
 
 
 def _needed(program: Program, results: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:

@@ -38,6 +38,7 @@ def test_every_codebook(kind: str) -> None:
     program = frozen(model({**VECTORS, **STEPS}[kind](), 6 if kind in NARROW else 16))
     encoder, decoder, where = split(program)
     assert len(where.books) == LOOKUPS.get(kind, 1)
+    assert (where.kept, where.decoded, where.left_out) == ((), ("output_0",), ("output_1",))
     for size in (1, 7, 0):
         coded, decoded = compared(program, samples(9, size))
         assert [v.dtype for v in coded.values()] == [torch.int32] * (len(where.books) + 1)
