@@ -29,11 +29,11 @@ from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.layout import Layout, Packed
+from khtst_compile.quant.codebook_int8 import GROUP, STEPS, quantize_codebook
 from khtst_compile.scores import LARGEST, LARGEST_CODE, score_error
 from khtst_compile.targets.isa import Isa
 
-from . import coarse as coarse_kernel
-from .coarse import Coarse, pack_starts, quantize_codebook
+from .coarse import Coarse, pack_starts
 from .dot import Codes
 from .quantize import largest as largest_of
 from .quantize import new_peak, rounded_codes, track
@@ -65,7 +65,7 @@ BLOCK = 32
 LOOKED_AT = 64
 """Scores in a turn of the loops that look for the largest and for open ones: bits of a register."""
 FACTS = 9
-"""Numbers of a level: `CoarseLevel.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; coarse.BLOCK; |mean|."""
+"""Numbers of a level: `Int8Codebook.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; STEPS; |mean|."""
 UNIT = 2.0**-24
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
 _SLACK = 1.01  # for norms summed in float32
@@ -125,7 +125,7 @@ class Codebook:
     @property
     def padded(self) -> int:
         """float32 of a row in scratch memory and in the exact codebook; whole parts (`_longest_part`)."""
-        return round_up(self.features, 4 * coarse_kernel.BLOCK if self.int8 and self.coarse.bytes else LANES)
+        return round_up(self.features, GROUP * STEPS if self.int8 and self.coarse.bytes else LANES)
 
     @property
     def value_padded(self) -> int:
@@ -300,10 +300,10 @@ def _prepare(spec: Codebook, parts: _Parts, level: Expr, row: Expr) -> None:
 
 
 def _longest_part(spec: Codebook, parts: _Parts, at: Expr, amax: Expr) -> Expr:
-    """Length of the longest part of a row that is summed in int16: of 32 features (BLOCK steps of 4) those at 0, 1 or at 2, 3 modulo 4."""
+    """Length of the longest part of a row that is summed in int16: of 32 features (STEPS of 4) those at 0, 1 or at 2, 3 modulo 4."""
     longest = small()
     store(longest, f32(0.0), 0)
-    step = 4 * coarse_kernel.BLOCK
+    step = GROUP * STEPS
     with T.serial(T.int64(0), T.int64(-(-spec.padded // step))) as number:
         squares = small()
         x = T.Bind(parts.left[span(at + number * step)])
@@ -319,7 +319,7 @@ def _longest_part(spec: Codebook, parts: _Parts, at: Expr, amax: Expr) -> Expr:
     length = T.Bind(sqrt(T.max(lane(both, 0), lane(both, 2))))
     # Squares of very small or large features are no numbers; a part of 16 is at most 4 times the largest of them.
     plain = T.And(amax > T.float32(1e-15), amax < T.float32(1e15))
-    return T.Bind(T.Select(plain, length, amax * T.float32((2 * coarse_kernel.BLOCK) ** 0.5)))
+    return T.Bind(T.Select(plain, length, amax * T.float32((GROUP * STEPS / 2) ** 0.5)))
 
 
 def _bounds(spec: Codebook, flat: Expr, facts: Expr, scale: Expr, norms: list[Expr]) -> list[Expr]:
@@ -347,8 +347,7 @@ def _score(spec: Codebook, parts: _Parts, level: Expr, count: Expr) -> None:
     codes: Codes | None = None
     turns = T.Bind(T.cast(flat["facts"][7], "int64"))
     if spec.int8:
-        dot = coarse.dot
-        codes = dot.prepare(parts.codes, count, [T.int64(BLOCK)], coarse.width)
+        codes = coarse.prepare(parts.codes, count, BLOCK)
     with T.serial(T.int64(0), T.int64(panels.count)) as number:
         panel = opaque(number)
         column = opaque(level * panels.padded + panel * panels.width)
@@ -538,14 +537,14 @@ def pack(spec: Codebook, codes: Floats, bias: Floats | None, table: Floats) -> l
     packed: list[npt.NDArray[np.generic] | Packed]
     if spec.int8:
         coarse = spec.coarse
-        made = [quantize_codebook(coarse, level, some) for level, some in zip(codes, used, strict=True)]
+        made = [quantize_codebook(level, some, coarse.bytes) for level, some in zip(codes, used, strict=True)]
         mean = np.zeros((spec.levels, spec.padded), np.float32)
         mean[:, : spec.features] = [m.mean for m in made]
         matrix = np.concatenate([np.pad(m.weights, ((0, panels.padded - spec.codes), (0, 0))) for m in made])
         scale = np.zeros((spec.levels, panels.padded), np.float32)
         scale[:, : spec.codes] = [m.scale for m in made]
         facts[:, 0] = [m.part for m in made]
-        facts[:, 7] = coarse_kernel.BLOCK
+        facts[:, 7] = STEPS
         facts[:, 8] = [np.abs(m.mean).max() for m in made]
         facts[:, 1:5] = _up(np.array([[m.apart, m.diameter, m.off, m.radius] for m in made]))
         packed = [_several(matrix, coarse.layout, spec.levels)]
