@@ -156,6 +156,23 @@ def test_sums_of_decisions_without_values_are_no_codebook() -> None:
     assert after.history[-1]["changed"] == 0 and after.history[-1]["skipped"] == []
 
 
+class ValuesAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer = STEPS["fsq"]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.quantizer(x)[0]
+        return values
+
+
+def test_a_quantizer_whose_ids_nobody_asks_for_is_named() -> None:
+    after = frozen(capture_module(ValuesAlone().eval(), (torch.randn(3, 10, 16),)))
+    assert after.history[-1]["skipped"] == [
+        {"site": "quantizer", "reason": "it rounds, and no ids are computed from that; return its ids to have it frozen"}
+    ]
+
+
 @pytest.mark.parametrize("kind", ["fsq", "lfq", "stiefel residual", "differences"])
 def test_an_exported_file_gives_the_same_lookup(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
