@@ -310,3 +310,24 @@ def test_ties_of_float32_are_counted_and_let_through() -> None:
 def test_the_golden_graph(golden: Any) -> None:
     torch.manual_seed(0)
     golden("freeze_codebook.txt", str(frozen(calibrated(captured(VECTORS["residual"]()))).graph) + "\n")
+
+
+def test_straight_through_forms_hand_gradients_on_during_calibration() -> None:
+    """Else every error before a codebook would count for nothing."""
+    torch.manual_seed(0)
+    program = calibrated(captured(VECTORS["classic"]()))
+    assert program.stats is not None
+    encoder, *_, decoder = program.stats.activations.values()
+    ((_, before),), ((_, after),) = encoder.grads.items(), decoder.grads.items()
+    assert before.shape[1] == 16 and after.shape[1] == 5
+    weight = next(t for n, t in program.tensors().items() if n.endswith("decoder_weight"))
+    assert bool(before.norm(dim=-1).gt(0).all()) and before.norm() <= after.norm() * torch.linalg.matrix_norm(weight, 2) * (
+        1 + 1e-5
+    )
+
+
+def test_a_codebook_has_to_be_frozen_before_it_is_changed() -> None:
+    torch.manual_seed(0)
+    program = calibrated(captured(VECTORS["stiefel"]()))
+    with pytest.raises(PassError, match="first step of the recipe"):
+        run_passes(program, parse("smooth{alpha=0.5,check=false} | freeze_codebook"))
