@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from khtst_compile.codebooks.chains import Candidate, Chain, chains, live_nodes
-from khtst_compile.codebooks.evaluate import Evaluator, ranges_of
+from khtst_compile.codebooks.evaluate import FAILURES, Evaluator, ranges_of
 from khtst_compile.codebooks.found import Codebook, Found, Level, Vectors
 from khtst_compile.codebooks.scores import NoProduct, NotUnderstood, read_scores, upstream
 from khtst_compile.codebooks.sites import claims_orthonormal, hinted, is_codebook_class, name_sites, stack_of
@@ -30,8 +30,6 @@ aten = torch.ops.aten
 
 _EXTREMES = {aten.argmax.default: True, aten.argmin.default: False}
 _PAIRS = {aten.max.dim: True, aten.min.dim: False, aten.topk.default: True}
-FAILURES = (RuntimeError, KeyError, IndexError, ValueError, TypeError)
-"""What running a part of a graph on made-up ids raises where it expects others."""
 RANKS = (2, 3, 4)  # of z: one to three axes before the features
 
 
@@ -96,7 +94,7 @@ def holds_step_ids(ev: Evaluator, anchor: fx.Node, results: dict[str, fx.Node]) 
     for name, node in results.items():
         try:
             held = ev.value(node, {anchor: drawn})
-        except KeyError:
+        except FAILURES:
             continue
         if (
             isinstance(held, torch.Tensor)

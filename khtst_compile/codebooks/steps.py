@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from khtst_compile.codebooks.evaluate import Evaluator
+from khtst_compile.codebooks.evaluate import FAILURES, Evaluator
 from khtst_compile.codebooks.found import Steps
 from khtst_compile.codebooks.scores import SHAPES, keeps_rows
 from khtst_compile.codebooks.sites import hinted
@@ -81,7 +81,7 @@ def find_steps(ev: Evaluator, skipped: list[Skipped]) -> Iterator[Steps]:
             continue
         try:
             place = _one_codebook(ev, node, *digits)
-        except (RuntimeError, KeyError, IndexError, TypeError) as error:  # it does not take made-up features
+        except FAILURES as error:
             place = f"it cannot be run on its own: {type(error).__name__}"
         if isinstance(place, Steps):
             yield place
