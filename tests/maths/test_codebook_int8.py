@@ -68,6 +68,10 @@ def test_one_code_is_enough_where_rows_are_codes(int16_sums: bool) -> None:
     assert 1.0 < noise.mean() < 8.0 and (noise >= 1).all()
 
 
+def test_rows_of_zeros_leave_all_open() -> None:
+    assert scored_exactly(np.zeros((2, 4), np.float32), normal(np.random.default_rng(4), 3, 4), None).tolist() == [3, 3]
+
+
 def test_duplicates_are_all_scored() -> None:
     codes = np.repeat(normal(np.random.default_rng(3), 20, 32), 3, 0)
     assert (scored_exactly(codes, codes, -0.5 * np.square(codes).sum(1)) == 3).all()
