@@ -233,8 +233,9 @@ def _groups(codebooks: Sequence[Codebook]) -> list[list[Codebook]]:
 def _same(first: Codebook, second: Codebook) -> bool:
     """Whether two descriptions are of one codebook."""
     if isinstance(first, Steps) or isinstance(second, Steps):
-        both = isinstance(first, Steps) and isinstance(second, Steps)
-        return both and first.z == second.z and torch.equal(first.thresholds, second.thresholds)  # type: ignore[union-attr]
+        if not (isinstance(first, Steps) and isinstance(second, Steps)) or first.z != second.z:
+            return False
+        return torch.equal(first.thresholds.nan_to_num(torch.inf), second.thresholds.nan_to_num(torch.inf))
     return (
         first.z == second.z
         and first.anchors == second.anchors

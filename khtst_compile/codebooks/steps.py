@@ -193,7 +193,7 @@ def _steps(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.Tensor, 
     most = max(counts)
     thresholds = _bisect(ev, z, digits, most, d)
     for j, n in enumerate(counts):
-        thresholds[n - 1 :, j] = torch.inf
+        thresholds[n - 1 :, j] = torch.nan  # which nothing is at least as large as, infinity included
     places = torch.cat([ends[:1], thresholds.where(thresholds.isfinite(), torch.finfo(torch.float32).max)])
     held, through, steps = _values(ev, z, digits, total, places)
     if not held and not hinted(total):

@@ -331,3 +331,14 @@ def test_a_codebook_has_to_be_frozen_before_it_is_changed() -> None:
     program = calibrated(captured(VECTORS["stiefel"]()))
     with pytest.raises(PassError, match="first step of the recipe"):
         run_passes(program, parse("smooth{alpha=0.5,check=false} | freeze_codebook"))
+
+
+def test_an_infinite_feature_takes_its_last_step_where_others_have_more() -> None:
+    """Thresholds of a feature with fewer steps are filled up; what fills them up is no threshold of infinity either."""
+    torch.manual_seed(0)
+    after = frozen(calibrated(captured(STEPS["fsq"]())))
+    bound = after.tensors()
+    (node,) = call_nodes(after.graph, STEP_LOOKUP)
+    tables = [bound[a.name] for a in node.all_input_nodes[1:]]
+    values, ids = torch.ops.khtst.step_lookup(torch.tensor([[torch.inf] * 4, [-torch.inf] * 4]), *tables)
+    assert ids.tolist() == [8 * 5 * 5 * 5 - 1, 0] and bool(values.isfinite().all())
