@@ -24,6 +24,8 @@ from .rows import round_up
 from .tiles import Panels, panels_of
 from .vec import Expr, small, span, splat, store
 
+UNROLL = 2
+"""Steps of one turn of the innermost loop."""
 OFFSET = 64
 """What storage of codes adds where sums are int16."""
 
@@ -180,8 +182,9 @@ class Coarse:
                 at = T.Bind(place + block * (panels.vectors * lanes))
                 made.open([T.Bind(starts[span(at + j * lanes, lanes)]) for j in range(panels.vectors)])
                 with T.serial(T.int64(0), turns) as inner:
-                    step = T.Bind(block * STEPS + inner)
-                    made.step(step, weights, T.Bind(base + step * size))
+                    for place in range(UNROLL):
+                        step = T.Bind(block * STEPS + inner * UNROLL + place)
+                        made.step(step, weights, T.Bind(base + step * size))
                 made.close()
             return made.result()
         column = T.Bind(level * panels.padded + panel * panels.width)

@@ -33,7 +33,7 @@ from khtst_compile.quant.codebook_int8 import GROUP, STEPS, quantize_codebook
 from khtst_compile.scores import LARGEST, LARGEST_CODE, score_error
 from khtst_compile.targets.isa import Isa
 
-from .coarse import Coarse, pack_starts
+from .coarse import UNROLL, Coarse, pack_starts
 from .dot import Codes
 from .quantize import largest as largest_of
 from .quantize import new_peak, rounded_codes, track
@@ -68,7 +68,7 @@ LOOKED_AT = 64
 ASKED_CODES, ASKED_BYTES = 8, 1024
 """Open codes of a row, and bytes of each, that are asked for ahead: what is left of a row is decided after its whole block was narrowed."""
 FACTS = 9
-"""Numbers of a level: `Int8Codebook.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; STEPS; |mean|."""
+"""Numbers of a level: `Int8Codebook.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; turns of a block; |mean|."""
 UNIT = 2.0**-24
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
 _SLACK = 1.01  # for norms summed in float32
@@ -563,7 +563,7 @@ def pack(spec: Codebook, codes: Floats, bias: Floats | None, table: Floats) -> l
         scale = np.zeros((spec.levels, panels.padded), np.float32)
         scale[:, : spec.codes] = [m.scale for m in made]
         facts[:, 0] = [m.part for m in made]
-        facts[:, 7] = STEPS
+        facts[:, 7] = STEPS // UNROLL
         facts[:, 8] = [np.abs(m.mean).max() for m in made]
         facts[:, 1:5] = _up(np.array([[m.apart, m.diameter, m.off, m.radius] for m in made]))
         packed = [_several(matrix, coarse.layout, spec.levels)]
