@@ -19,7 +19,7 @@ from khtst_compile.codebooks.emit import emit_steps, emit_vectors, only_handed_o
 from khtst_compile.codebooks.find import find_codebooks
 from khtst_compile.codebooks.found import Codebook, Found, Level, Steps, Vectors
 from khtst_compile.codebooks.frozen import Tables, digest, lookup, narrowed, pruned, retract, stacked
-from khtst_compile.codebooks.watch import CodebookStats, step_counts
+from khtst_compile.codebooks.watch import CodebookStats, perplexity, step_counts
 from khtst_compile.contract import Outcome, Skipped
 from khtst_compile.errors import PassError, UsageError
 from khtst_compile.linears import is_kept
@@ -154,7 +154,8 @@ class FreezeCodebook:
                 counts, differ = _moved(books[len(frozen)], book, stats)
             old_ids = None
             if self.prune_dead:
-                book, old_ids = self._prune(program, book, counts, skipped)
+                used = [now + before for now, before in zip(counts, stats.counts, strict=True)]
+                book, old_ids = self._prune(program, book, used, skipped)
             share, mean = narrowed(book, stats.rows)
             pays = _size(book) >= WORTH_INT8 and mean <= WORTH_SHARE * max(len(level.codes) for level in book.levels)
             tables = stacked(book.levels)
@@ -164,6 +165,7 @@ class FreezeCodebook:
                     **_entry(book, stats, tables),
                     "delta_ort": deltas,
                     "counts": [c.tolist() for c in counts],
+                    "perplexity": [round(perplexity(c), 4) for c in counts],
                     "dead": [(c == 0).nonzero().flatten().tolist() for c in counts],
                     "differ": differ,
                     "certified": frozen[-1][2],
@@ -174,7 +176,7 @@ class FreezeCodebook:
             )
             if old_ids is not None:
                 entries[-1]["counts"] = [c[ids].tolist() for c, ids in zip(counts, map(torch.tensor, old_ids), strict=True)]
-                entries[-1]["dead"] = [[] for _ in old_ids]
+                entries[-1]["dead"] = [[i for i, n in enumerate(c) if not n] for c in entries[-1]["counts"]]
         nodes, renamed = emit_vectors(rewriter, frozen)
         for entry, node in zip(entries, nodes, strict=True):
             entry["node"] = node
@@ -231,8 +233,9 @@ def _groups(codebooks: Sequence[Codebook]) -> list[list[Codebook]]:
 def _same(first: Codebook, second: Codebook) -> bool:
     """Whether two descriptions are of one codebook."""
     if isinstance(first, Steps) or isinstance(second, Steps):
-        both = isinstance(first, Steps) and isinstance(second, Steps)
-        return both and first.z == second.z and torch.equal(first.thresholds, second.thresholds)  # type: ignore[union-attr]
+        if not (isinstance(first, Steps) and isinstance(second, Steps)) or first.z != second.z:
+            return False
+        return torch.equal(first.thresholds.nan_to_num(torch.inf), second.thresholds.nan_to_num(torch.inf))
     return (
         first.z == second.z
         and first.anchors == second.anchors
@@ -275,7 +278,6 @@ def _entry(book: Vectors, seen: CodebookStats, tables: Tables) -> dict[str, Any]
         "tight_frame": all(len(level.codes) > features and delta_ort(level.codes) <= DELTA_ORT for level in book.levels),
         "vectors": seen.vectors,
         "lost": seen.lost,
-        "perplexity": [round(p, 4) for p in seen.perplexity()],
         "near_ties": seen.near_ties,
         "value_ulp": seen.value_ulp,
         "sha256": digest([tables.codes, tables.bias, tables.table]),
@@ -302,7 +304,7 @@ def _steps_entry(book: Steps, seen: CodebookStats, node: fx.Node) -> dict[str, A
         "vectors": seen.vectors,
         "lost": seen.lost,
         "counts": [c.tolist() for c in seen.counts],
-        "perplexity": [round(p, 4) for p in seen.perplexity()],
+        "perplexity": [round(perplexity(c), 4) for c in seen.counts],
         "dead": [(c == 0).nonzero().flatten().tolist() for c in seen.counts],
         "differ": 0,
         "near_ties": seen.near_ties,

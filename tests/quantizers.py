@@ -187,3 +187,9 @@ def stray_model() -> tuple[nn.Module, tuple[torch.Tensor]]:
     quantizer.codes.add_(0.01 * torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))
     quantizer.table.copy_(0.25 * quantizer.codes)
     return model(quantizer), (samples(0, 3),)
+
+
+def bare_model() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """A codebook alone, whose scores are products: no number is too large for it to choose."""
+    torch.manual_seed(0)
+    return Softmax().eval(), (torch.randn(3, TOKENS, 16),)

@@ -17,9 +17,11 @@ INITIALIZED = ("initted", "initialized", "inited", "is_initialized")
 
 
 class _Asked(torch.Tensor):
-    """A bool tensor that remembers whether Python asked for its truth."""
+    """A flag that remembers whether Python asked for its truth."""
 
     asked: list[bool]
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         self.asked.append(True)
@@ -37,7 +39,7 @@ def plain_flags(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Iter
         (owner, name, buffer, f"{path}.{name}".removeprefix(WRAPPED).strip("."))
         for path, owner in module.named_modules()
         for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.dtype is torch.bool and buffer.numel() == 1
+        if buffer is not None and buffer.numel() == 1 and (buffer.dtype is torch.bool or name in INITIALIZED)
     ]
     for _, name, buffer, path in flags:
         if name in INITIALIZED and not bool(buffer):

@@ -15,6 +15,8 @@ _LIKE: dict[Any, float | None] = {aten.zeros_like.default: 0.0, aten.ones_like.d
 _NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 WANTED_ROWS = 19  # what an axis that varies is taken as, where its range allows: a size that models seldom have
+FAILURES = (RuntimeError, KeyError, IndexError, ValueError, TypeError)
+"""What running a part of a graph on made-up values raises where it expects others, or needs a public input."""
 
 
 class Evaluator:

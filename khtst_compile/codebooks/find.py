@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from khtst_compile.codebooks.chains import Candidate, Chain, chains, live_nodes
-from khtst_compile.codebooks.evaluate import Evaluator, ranges_of
+from khtst_compile.codebooks.evaluate import FAILURES, Evaluator, ranges_of
 from khtst_compile.codebooks.found import Codebook, Found, Level, Vectors
 from khtst_compile.codebooks.scores import NoProduct, NotUnderstood, read_scores, upstream
-from khtst_compile.codebooks.sites import claims_orthonormal, hinted, name_sites
-from khtst_compile.codebooks.steps import find_steps
+from khtst_compile.codebooks.sites import claims_orthonormal, hinted, is_codebook_class, name_sites, stack_of
+from khtst_compile.codebooks.steps import JUMPS, find_steps
 from khtst_compile.codebooks.values import Values, find_values, holds_ids, same_ids
 from khtst_compile.contract import Skipped
 from khtst_compile.errors import PassError
@@ -30,8 +30,6 @@ aten = torch.ops.aten
 
 _EXTREMES = {aten.argmax.default: True, aten.argmin.default: False}
 _PAIRS = {aten.max.dim: True, aten.min.dim: False, aten.topk.default: True}
-FAILURES = (RuntimeError, KeyError, IndexError, ValueError, TypeError)
-"""What running a part of a graph on made-up ids raises where it expects others."""
 RANKS = (2, 3, 4)  # of z: one to three axes before the features
 
 
@@ -40,7 +38,7 @@ def find_codebooks(program: Program, keep: str | None = None) -> Found:
 
     Raises PassError for a codebook with entries that are not finite, or with no entries but zeros.
     """
-    if not any(_largest(n) is not None or n.target in (aten.sum.dim_IntList, aten.sum.default) for n in program.graph.nodes):
+    if not any(_largest(n) is not None or n.target in JUMPS for n in program.graph.nodes):
         return Found()
     ev = Evaluator(program.graph, program.tensors(), ranges_of(program.ep.range_constraints))
     skipped: list[Skipped] = []
@@ -66,10 +64,24 @@ def find_codebooks(program: Program, keep: str | None = None) -> Found:
     for (site, source), grid in zip(sites[len(grouped) :], grids, strict=True):
         held = holds_step_ids(ev, nodes[grid.anchor], results)
         found.append(replace(grid, site=site, source=source, ids=held))
+    skipped += _silent(program.graph, [nodes[a] for c in found for a in c.anchors], skipped)
     kept = [c for c in found if is_kept(c.site, keep)]
     skipped += [Skipped(c.site, "kept as asked") for c in kept]
     found = [c for c in found if c not in kept]
     return Found(tuple(found), tuple(dict.fromkeys(skipped)))
+
+
+def _silent(graph: fx.Graph, anchors: list[fx.Node], skipped: list[Skipped]) -> list[Skipped]:
+    """Quantizers by their class that round, and of which nothing was found or said."""
+    known = {path for a in anchors for path, _ in stack_of(a)}
+    missed: dict[str, None] = {}
+    for node in graph.nodes:
+        path = next((p for p, name in stack_of(node) if p and is_codebook_class(name)), None)
+        if path is None or path in known or any(s.site == path or s.site.startswith(path + ".") for s in skipped):
+            continue
+        if node.target in JUMPS or _largest(node) is not None:
+            missed[path] = None
+    return [Skipped(path, "it rounds, and no ids are computed from that; return its ids to have it frozen") for path in missed]
 
 
 def first_line(error: Exception) -> str:
@@ -82,7 +94,7 @@ def holds_step_ids(ev: Evaluator, anchor: fx.Node, results: dict[str, fx.Node]) 
     for name, node in results.items():
         try:
             held = ev.value(node, {anchor: drawn})
-        except KeyError:
+        except FAILURES:
             continue
         if (
             isinstance(held, torch.Tensor)

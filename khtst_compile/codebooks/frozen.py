@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from khtst_compile.codebooks.found import Level, Vectors
 from khtst_compile.errors import PassError
 from khtst_compile.ops.codebook import lost_rows, nearest
-from khtst_compile.quant.certify import candidates
+from khtst_compile.quant.codebook_int8 import scored_exactly
 from khtst_compile.quant.stiefel import delta_ort, polar
 
 _SAME = 2.0**-20  # relative: a table is R times its codes where it is so up to the rounding of a few products
@@ -114,10 +115,13 @@ def lookup(book: Vectors, rows: torch.Tensor) -> tuple[list[torch.Tensor], list[
 
 
 def narrowed(book: Vectors, rows: torch.Tensor) -> tuple[float, float]:
-    """rows: (n, d) a sample of vectors -> the share of rows, over levels, that int8 scores leave more than one code open for, and the mean
-    number of codes left open."""
-    left = [candidates(z, level.codes, level.bias) for z, level in zip(lookup(book, rows)[0], book.levels, strict=True)]
-    every = torch.cat(left)
+    """rows: (n, d) a sample of vectors -> the share of rows, over levels, for which int8 scores leave more than one code open, and the mean
+    number of codes that are scored in float32 (1 where one is left). Of the coarsest kernel: that of AVX2."""
+    left = []
+    for z, level in zip(lookup(book, rows)[0], book.levels, strict=True):
+        bias = None if level.bias is None else level.bias.numpy()
+        left.append(scored_exactly(z.numpy(), level.codes.numpy(), bias))
+    every = np.concatenate(left)
     if not len(every):
         return 0.0, 0.0
-    return float((every > 1).double().mean()), float(every.double().mean())
+    return float((every > 1).mean()), float(every.mean())

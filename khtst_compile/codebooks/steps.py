@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from khtst_compile.codebooks.evaluate import Evaluator
+from khtst_compile.codebooks.evaluate import FAILURES, Evaluator
 from khtst_compile.codebooks.found import Steps
 from khtst_compile.codebooks.scores import SHAPES, keeps_rows
 from khtst_compile.codebooks.sites import hinted
@@ -21,7 +21,7 @@ from khtst_compile.program import arguments, site_of
 
 aten = torch.ops.aten
 
-_JUMPS = (
+JUMPS = (
     aten.round.default,
     aten.round.decimals,
     aten.floor.default,
@@ -40,7 +40,7 @@ _JUMPS = (
     aten.bucketize.Tensor,
 )
 _ELEMENTWISE = (
-    *_JUMPS,
+    *JUMPS,
     *SHAPES,
     aten.add.Tensor,
     aten.sub.Tensor,
@@ -81,7 +81,7 @@ def find_steps(ev: Evaluator, skipped: list[Skipped]) -> Iterator[Steps]:
             continue
         try:
             place = _one_codebook(ev, node, *digits)
-        except (RuntimeError, KeyError, IndexError, TypeError) as error:  # it does not take made-up features
+        except FAILURES as error:
             place = f"it cannot be run on its own: {type(error).__name__}"
         if isinstance(place, Steps):
             yield place
@@ -112,7 +112,7 @@ def _digits(ev: Evaluator, node: fx.Node) -> tuple[fx.Node, torch.Tensor] | None
 def _one_codebook(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.Tensor) -> Steps | str | None:
     """The codebook whose ids `total` sums up; a reason where it is none that can be said; None where it has no steps at all."""
     within, sources = _elementwise_behind(ev, digits)
-    if not any(n.target in _JUMPS for n in within):
+    if not any(n.target in JUMPS for n in within):
         return None
     cuts = [n for n in sorted(within | sources, key=ev.order.__getitem__) if _cuts(ev, n, digits, within, sources)]
     usable = [
@@ -123,7 +123,7 @@ def _one_codebook(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.T
     reason: str | None = None
     for z in usable:
         between = {n for n in within if ev.order[n] > ev.order[z]}
-        if not any(n.target in _JUMPS for n in between):
+        if not any(n.target in JUMPS for n in between):
             break
         try:
             return _steps(ev, total, digits, basis, z)
@@ -193,7 +193,7 @@ def _steps(ev: Evaluator, total: fx.Node, digits: fx.Node, basis: torch.Tensor, 
     most = max(counts)
     thresholds = _bisect(ev, z, digits, most, d)
     for j, n in enumerate(counts):
-        thresholds[n - 1 :, j] = torch.inf
+        thresholds[n - 1 :, j] = torch.nan  # which nothing is at least as large as, infinity included
     places = torch.cat([ends[:1], thresholds.where(thresholds.isfinite(), torch.finfo(torch.float32).max)])
     held, through, steps = _values(ev, z, digits, total, places)
     if not held and not hinted(total):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from khtst_compile.codebooks.evaluate import Evaluator
+from khtst_compile.codebooks.evaluate import FAILURES, Evaluator
 from khtst_compile.codebooks.scores import SHAPES
 from khtst_compile.program import arguments
 
@@ -160,7 +160,7 @@ def holds_ids(ev: Evaluator, anchors: Sequence[fx.Node], codes: Sequence[int], r
             continue
         try:
             held = ev.value(node, given)
-        except KeyError:  # it depends on more than these ids
+        except FAILURES:  # it depends on more than these ids
             continue
         if held.numel() == wanted.numel() and torch.equal(held.reshape(wanted.shape).long(), wanted):
             found.append(name)

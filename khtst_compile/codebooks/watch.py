@@ -37,13 +37,11 @@ class CodebookStats:
     value_ulp: float = 0.0
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def perplexity(self) -> list[float]:
-        """exp of the entropy of the shares of codes, per level: from 1 to the number of codes; 0 where nothing was seen."""
-        found = []
-        for counts in self.counts:
-            p = counts.double() / max(int(counts.sum()), 1)
-            found.append(float(torch.special.entr(p).sum().exp()) if int(counts.sum()) else 0.0)
-        return found
+
+def perplexity(counts: torch.Tensor) -> float:
+    """counts: (K,) int64 -> exp of the entropy of the shares of codes: from 1 to the number of codes; 0 where nothing was counted."""
+    total = int(counts.sum())
+    return float(torch.special.entr(counts.double() / total).sum().exp()) if total else 0.0
 
 
 class Watch:

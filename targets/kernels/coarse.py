@@ -3,7 +3,7 @@
 On AVX2, vpmaddubsw adds two products of an unsigned and a signed byte in int16, twice as many a cycle as an exact sum of int32 takes.
 Codes are within +-63 and stored + 64, so two products fit. Sums of a few steps stay in int16, wrapping around as they like: what they end
 at fits by Cauchy-Schwarz, because a row's scale is chosen so that no part of its codes times the longest part of a code of the codebook is
-above 32,767 (`CoarseLevel.part`). That costs next to no precision, where bounding it by the largest codes would cost half. Other
+above 32,767 (`Int8Codebook.part`). That costs next to no precision, where bounding it by the largest codes would cost half. Other
 instruction sets sum in int32.
 """
 
@@ -16,44 +16,42 @@ import numpy.typing as npt
 from tvm.tirx.script import builder as T
 
 from khtst_compile.layout import Layout
+from khtst_compile.quant.codebook_int8 import GROUP, LEVELS, NARROW_LEVELS, STEPS, lanes
 from khtst_compile.targets.isa import Isa
 
-from .dot import Codes, Dot, Sums, dot_of
+from .dot import Codes, Dot, dot_of
 from .rows import round_up
 from .tiles import Panels, panels_of
-from .vec import Expr, Floats, small, span, splat, store
+from .vec import Expr, small, span, splat, store
 
-LEVELS = 127
-"""Largest code of a codebook, and of a vector where sums are int32."""
-BYTES_LEVELS = 63
-"""Largest of a vector for vpmaddubsw: 2 * (63 + 64) * 127 fits int16."""
-BYTES_OFFSET = 64
-BLOCK = 8
-"""Steps summed in int16, 16 products each. Of 16 steps, scales would have to be larger; of 4, a tile takes a sixth longer."""
-CENTERED = 0.1
-"""Least length of the mean of a codebook's codes, in units of the longest, to take it off: it costs a product for each row."""
-DIAMETER_CODES = 8192
-"""Codebooks of more have their diameter bounded by twice the radius: measured, it takes the square of their size."""
-_GROUP = 4
-_LIMIT = 32767
+UNROLL = 2
+"""Steps of one turn of the innermost loop."""
+OFFSET = 64
+"""What storage of codes adds where sums are int16."""
 
 
 @dataclass(frozen=True)
-class Bytes(Dot):
-    """vpmaddubsw with sums of BLOCK steps in int16."""
+class Bytes:
+    """vpmaddubsw with sums of STEPS steps in int16. Members as those of `Dot`."""
+
+    lanes: int = 8
+    group: int = GROUP
+    rows: int = 4
+    vectors: int = 2
 
     @property
-    def chain_macs(self) -> int:
-        raise NotImplementedError("measured as a whole (benchmarks/codebook.py)")
+    def bytes(self) -> int:
+        """int8 weights of one vector of columns and one step."""
+        return self.group * self.lanes
 
-    def chain(self, old: Expr, weights: Expr, emulated: bool) -> Expr:
-        raise NotImplementedError("measured as a whole (benchmarks/codebook.py)")
-
-    def begin(self, codes: Codes, first: Expr, count: int, starts: list[Expr | None], emulated: bool) -> Sums:
-        return _ByteSums(self, codes, first, count, starts)
+    def order(self, panels: int, vectors: int, steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks of the padded (K, d) weights, and the order of these axes in which they are read."""
+        return (panels, vectors, self.lanes, steps, self.group), (0, 3, 1, 2, 4)
 
 
-class _ByteSums(Sums):
+class _ByteSums:
+    """The sums of a tile while they are made, in small buffers that LLVM keeps in registers."""
+
     def __init__(self, dot: Bytes, codes: Codes, first: Expr, count: int, starts: list[Expr | None]):
         self._dot, self._codes, self._first = dot, codes, first
         self._wide = [[small(dot.lanes, "int32") for _ in starts] for _ in range(count)]
@@ -68,12 +66,13 @@ class _ByteSums(Sums):
             for a, start in zip(row, starts, strict=True):
                 store(a, start, 0)
 
-    def step(self, turn: Expr, place: int, unroll: int, weights: Expr, at: Expr) -> None:
+    def step(self, number: Expr, weights: Expr, at: Expr) -> None:
+        """Step `number` of a row, whose packed weights start at byte `at`."""
         dot, codes = self._dot, self._codes
         size, pairs = dot.bytes, f"int16x{2 * dot.lanes}"
         columns = [T.Bind(weights[span(at + j * size, size)]) for j in range(len(self._acc[0]))]
         for i, row in enumerate(self._acc):
-            start = (self._first + i) * codes.width + (turn * unroll + place) * dot.group
+            start = (self._first + i) * codes.width + number * dot.group
             group = T.reinterpret("int32", codes.buffer[span(start, dot.group)])
             given = T.Bind(T.reinterpret(f"uint8x{size}", splat(group, dot.lanes)))
             for a, w in zip(row, columns, strict=True):
@@ -90,10 +89,11 @@ class _ByteSums(Sums):
                 store(w, w[span(0, lanes)] + more, 0)
 
     def result(self) -> list[list[Expr]]:
+        """int32 vectors [row][vector of columns]."""
         return [[w[span(0, self._dot.lanes)] for w in row] for row in self._wide]
 
 
-_BYTES = Bytes("bytes", 8, _GROUP, 4, vectors=2)
+_BYTES = Bytes()
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class Coarse:
         return self.isa.dot == "pairs"
 
     @property
-    def dot(self) -> Dot:
+    def dot(self) -> Bytes | Dot:
         """How products are summed."""
         return _BYTES if self.bytes else dot_of(self.isa)
 
     @property
     def most(self) -> int:
         """Largest code of a vector."""
-        return BYTES_LEVELS if self.bytes else LEVELS
+        return NARROW_LEVELS if self.bytes else LEVELS
 
     @property
     def codes_dtype(self) -> str:
@@ -127,7 +127,7 @@ class Coarse:
     @property
     def codes_offset(self) -> int:
         """What storage adds to a code."""
-        return BYTES_OFFSET if self.bytes else self.isa.codes_offset
+        return OFFSET if self.bytes else self.isa.codes_offset
 
     @property
     def panels(self) -> Panels:
@@ -137,7 +137,7 @@ class Coarse:
     @property
     def width(self) -> int:
         """Elements of a stored row of codes, in whole blocks of steps."""
-        return round_up(self.features, BLOCK * _GROUP if self.bytes else 16)
+        return round_up(self.features, STEPS * GROUP if self.bytes else 16)
 
     @property
     def steps(self) -> int:
@@ -148,7 +148,7 @@ class Coarse:
     def starts(self) -> int:
         """Elements of what the sums of a level start at: int16, or int32 where sums are; 0 for zero."""
         if self.bytes:
-            return self.panels.count * (self.steps // BLOCK) * self.panels.vectors * 2 * self.dot.lanes
+            return self.panels.count * (self.steps // STEPS) * self.panels.vectors * 2 * self.dot.lanes
         return self.panels.padded if self.codes_offset else 0
 
     @property
@@ -156,6 +156,14 @@ class Coarse:
         """The order of packed weights: how (codes, features) becomes them."""
         blocks, axes = self.dot.order(self.panels.count, self.panels.vectors, self.steps)
         return Layout((self.panels.padded, self.steps * self.dot.group), blocks, axes)
+
+    def prepare(self, codes: Expr, rows: Expr, most: int) -> Codes:
+        """Emit what is to be done to a block of `rows` stored codes first, `most` at most."""
+        return (
+            Codes(codes, self.width)
+            if isinstance(self.dot, Bytes)
+            else self.dot.prepare(codes, rows, [T.int64(most)], self.width)
+        )
 
     def sums(
         self, codes: Codes, weights: Expr, starts: Expr | None, level: Expr, panel: Expr, first: Expr, count: int, turns: Expr
@@ -165,18 +173,18 @@ class Coarse:
         panels, dot = self.panels, self.dot
         size = panels.vectors * dot.bytes
         base = T.Bind((level * panels.count + panel) * (self.steps * size))
-        if self.bytes:
+        if isinstance(dot, Bytes):
             assert starts is not None
-            made = dot.begin(codes, first, count, [None] * panels.vectors, self.isa.emulated)
-            assert isinstance(made, _ByteSums)
-            blocks, lanes = self.steps // BLOCK, 2 * dot.lanes
+            made = _ByteSums(dot, codes, first, count, [None] * panels.vectors)
+            blocks, lanes = self.steps // STEPS, 2 * dot.lanes
             place = T.Bind((level * panels.count + panel) * (blocks * panels.vectors * lanes))
             with T.serial(T.int64(0), T.int64(blocks)) as block:
                 at = T.Bind(place + block * (panels.vectors * lanes))
                 made.open([T.Bind(starts[span(at + j * lanes, lanes)]) for j in range(panels.vectors)])
                 with T.serial(T.int64(0), turns) as inner:
-                    step = T.Bind(block * BLOCK + inner)
-                    made.step(step, 0, 1, weights, T.Bind(base + step * size))
+                    for place in range(UNROLL):
+                        step = T.Bind(block * STEPS + inner * UNROLL + place)
+                        made.step(step, weights, T.Bind(base + step * size))
                 made.close()
             return made.result()
         column = T.Bind(level * panels.padded + panel * panels.width)
@@ -189,68 +197,6 @@ class Coarse:
         return tile.result()
 
 
-@dataclass(frozen=True)
-class CoarseLevel:
-    """One codebook in int8: a code is about mean + scale * weights.
-
-    weights: (K, d) int8. scale: (K,) float32. mean: (d,) float32; what it adds is the same for all codes. part: a row's scale is at least
-    this times the length of any of its parts that are summed in int16; 0 where sums are int32.
-    off, apart: largest |code - mean - scale * weights|, and the largest distance of two such differences. radius, diameter: largest
-    |code - mean|, and of two codes. All float64, and rounded up when they are used.
-    """
-
-    weights: npt.NDArray[np.int8]
-    scale: Floats
-    mean: Floats
-    part: float
-    off: float
-    apart: float
-    radius: float
-    diameter: float
-
-
-def quantize_codebook(coarse: Coarse, codes: Floats, used: npt.NDArray[np.bool_] | None = None) -> CoarseLevel:
-    """codes: (K, d) float32, finite; used: (K,), rows that can be chosen, None for all -> the int8 codebook."""
-    used = np.ones(len(codes), np.bool_) if used is None else used
-    mean = codes[used].astype(np.float64).mean(0).astype(np.float32)
-    if _radius(mean[None].astype(np.float64)) < CENTERED * _radius(codes[used].astype(np.float64)):
-        mean[:] = 0
-    wide = np.where(used[:, None], codes.astype(np.float64) - mean, 0.0)
-    peak = np.abs(wide).max(1)
-    scale = np.where(peak > 0, peak / LEVELS, 1.0).astype(np.float32)
-    weights = np.clip(np.rint(wide / scale[:, None]), -LEVELS, LEVELS).astype(np.int8)
-    part = 0.0
-    if coarse.bytes:
-        longest = float(np.sqrt(np.square(_lanes(coarse, weights)).sum(-1).max()))
-        # Rounding adds half to each of the 16 codes of a part, so 2 to its length. 2^-10 pays for float32.
-        part = (1 + 2.0**-10) / (_LIMIT / max(1.0, longest) - 0.5 * (2 * BLOCK) ** 0.5)
-    rest = wide - scale[:, None].astype(np.float64) * weights
-    return CoarseLevel(weights, scale, mean, part, _radius(rest), _diameter(rest[used]), _radius(wide), _diameter(wide[used]))
-
-
-def _radius(rows: npt.NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.square(rows).sum(1).max()))
-
-
-def _diameter(rows: npt.NDArray[np.float64]) -> float:
-    """Largest distance of two rows, or twice the radius where these are too many; never less than it is."""
-    if len(rows) > DIAMETER_CODES:
-        return 2 * _radius(rows)
-    squares, largest = np.square(rows).sum(1), 0.0
-    for first in range(0, len(rows), 1024):
-        part = squares[first : first + 1024, None] + squares - 2 * rows[first : first + 1024] @ rows.T
-        largest = max(largest, float(part.max()))
-    return float(np.sqrt(largest + 1e-12 * squares.max()))
-
-
-def _lanes(coarse: Coarse, weights: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
-    """(K, d) -> (K, blocks, 2, 16): what one lane of int16 sums in a block of steps."""
-    padded = np.zeros((len(weights), coarse.width), np.int32)
-    padded[:, : weights.shape[1]] = weights
-    split = padded.reshape(len(weights), -1, BLOCK, 2, _GROUP // 2)
-    return split.transpose(0, 1, 3, 2, 4).reshape(len(weights), split.shape[1], 2, -1)
-
-
 def pack_starts(coarse: Coarse, weights: npt.NDArray[np.int8]) -> npt.NDArray[np.generic] | None:
     """weights: (K, d) int8 -> what the sums of a level start at, flat; None for zero."""
     panels = coarse.panels
@@ -258,11 +204,11 @@ def pack_starts(coarse: Coarse, weights: npt.NDArray[np.int8]) -> npt.NDArray[np
         return None
     padded = np.zeros((panels.padded, coarse.width), np.int8)
     padded[: len(weights), : weights.shape[1]] = weights
-    if not coarse.bytes:
+    if isinstance(coarse.dot, Dot):
         start = coarse.dot.column_start(padded, coarse.codes_offset)
         assert start is not None
         return start
-    sums = -coarse.codes_offset * _lanes(coarse, padded).sum(-1)  # (padded, blocks, 2)
+    sums = -coarse.codes_offset * lanes(padded).sum(-1)  # (padded, blocks, 2)
     wrapped = sums.astype(np.int64).astype(np.uint16).view(np.int16)
     blocks = wrapped.shape[1]
     order = wrapped.reshape(panels.count, panels.vectors, panels.lanes, blocks, 2).transpose(0, 3, 1, 2, 4)

@@ -29,16 +29,16 @@ from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
 from khtst_compile.layout import Layout, Packed
+from khtst_compile.quant.codebook_int8 import GROUP, STEPS, quantize_codebook
 from khtst_compile.scores import LARGEST, LARGEST_CODE, score_error
 from khtst_compile.targets.isa import Isa
 
-from . import coarse as coarse_kernel
-from .coarse import Coarse, pack_starts, quantize_codebook
+from .coarse import UNROLL, Coarse, pack_starts
 from .dot import Codes
 from .quantize import largest as largest_of
 from .quantize import new_peak, rounded_codes, track
 from .rows import LEAD2, Arguments, Lead, each_vector, load, only, round_up, save
-from .tiles import Panels, multiply_add, opaque, panels_of, walk_rows
+from .tiles import LINE, Panels, multiply_add, opaque, panels_of, walk_rows
 from .vec import (
     LANES,
     Expr,
@@ -49,6 +49,7 @@ from .vec import (
     i32,
     lane,
     mul,
+    prefetch,
     rounded,
     shuffle,
     small,
@@ -64,8 +65,10 @@ BLOCK = 32
 """Rows that go through all levels together: their scores for 1,024 codes take 128 KiB of a 512 KiB L2, the codebook in int8 another 256."""
 LOOKED_AT = 64
 """Scores in a turn of the loops that look for the largest and for open ones: bits of a register."""
+ASKED_CODES, ASKED_BYTES = 8, 1024
+"""Open codes of a row, and bytes of each, that are asked for ahead: what is left of a row is decided after its whole block was narrowed."""
 FACTS = 9
-"""Numbers of a level: `CoarseLevel.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; coarse.BLOCK; |mean|."""
+"""Numbers of a level: `Int8Codebook.part`; largest |e[i] - e[j]|, |c[i] - c[j]|, |e|, |c - mean|, |c|, |bias|; turns of a block; |mean|."""
 UNIT = 2.0**-24
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
 _SLACK = 1.01  # for norms summed in float32
@@ -125,7 +128,7 @@ class Codebook:
     @property
     def padded(self) -> int:
         """float32 of a row in scratch memory and in the exact codebook; whole parts (`_longest_part`)."""
-        return round_up(self.features, 4 * coarse_kernel.BLOCK if self.int8 and self.coarse.bytes else LANES)
+        return round_up(self.features, GROUP * STEPS if self.int8 and self.coarse.bytes else LANES)
 
     @property
     def value_padded(self) -> int:
@@ -141,7 +144,7 @@ class Codebook:
 @dataclass(frozen=True)
 class _Parts:
     """What the phases share. flat: arguments by name. Of a block of rows: left, total, scores: float32 matrices; pair, single: bounds;
-    scales: of the codes; codes: in int8; lost: int32. found: int32, the open codes of a row."""
+    scales: of the codes; codes: in int8; lost: int32; found, counts: int32, the open codes of each row and how many they are."""
 
     flat: dict[str, Expr]
     left: Expr
@@ -153,6 +156,7 @@ class _Parts:
     codes: Expr
     lost: Expr
     found: Expr
+    counts: Expr
 
 
 @lru_cache(maxsize=32)
@@ -207,7 +211,8 @@ def _block(spec: Codebook, flat: dict[str, Expr], first: Expr, count: Expr) -> N
         room(BLOCK),
         room(BLOCK * coarse.width if spec.int8 else 1, coarse.codes_dtype),
         room(BLOCK, "int32"),
-        room(spec.scores, "int32"),
+        room(BLOCK * spec.scores, "int32"),
+        room(BLOCK, "int32"),
     )
     with T.serial(T.int64(0), count) as row:
         T.buffer_store(parts.lost, T.int32(0), [row])
@@ -220,6 +225,8 @@ def _block(spec: Codebook, flat: dict[str, Expr], first: Expr, count: Expr) -> N
         with T.serial(T.int64(0), count) as row:
             _prepare(spec, parts, level, row)
         _score(spec, parts, level, count)
+        with T.serial(T.int64(0), count) as row:
+            _narrow(spec, parts, level, row)
         with T.serial(T.int64(0), count) as row:
             _choose(spec, parts, level, first, row)
     if spec.values_out:
@@ -300,10 +307,10 @@ def _prepare(spec: Codebook, parts: _Parts, level: Expr, row: Expr) -> None:
 
 
 def _longest_part(spec: Codebook, parts: _Parts, at: Expr, amax: Expr) -> Expr:
-    """Length of the longest part of a row that is summed in int16: of 32 features (BLOCK steps of 4) those at 0, 1 or at 2, 3 modulo 4."""
+    """Length of the longest part of a row that is summed in int16: of 32 features (STEPS of 4) those at 0, 1 or at 2, 3 modulo 4."""
     longest = small()
     store(longest, f32(0.0), 0)
-    step = 4 * coarse_kernel.BLOCK
+    step = GROUP * STEPS
     with T.serial(T.int64(0), T.int64(-(-spec.padded // step))) as number:
         squares = small()
         x = T.Bind(parts.left[span(at + number * step)])
@@ -319,7 +326,7 @@ def _longest_part(spec: Codebook, parts: _Parts, at: Expr, amax: Expr) -> Expr:
     length = T.Bind(sqrt(T.max(lane(both, 0), lane(both, 2))))
     # Squares of very small or large features are no numbers; a part of 16 is at most 4 times the largest of them.
     plain = T.And(amax > T.float32(1e-15), amax < T.float32(1e15))
-    return T.Bind(T.Select(plain, length, amax * T.float32((2 * coarse_kernel.BLOCK) ** 0.5)))
+    return T.Bind(T.Select(plain, length, amax * T.float32((GROUP * STEPS / 2) ** 0.5)))
 
 
 def _bounds(spec: Codebook, flat: Expr, facts: Expr, scale: Expr, norms: list[Expr]) -> list[Expr]:
@@ -347,8 +354,7 @@ def _score(spec: Codebook, parts: _Parts, level: Expr, count: Expr) -> None:
     codes: Codes | None = None
     turns = T.Bind(T.cast(flat["facts"][7], "int64"))
     if spec.int8:
-        dot = coarse.dot
-        codes = dot.prepare(parts.codes, count, [T.int64(BLOCK)], coarse.width)
+        codes = coarse.prepare(parts.codes, count, BLOCK)
     with T.serial(T.int64(0), T.int64(panels.count)) as number:
         panel = opaque(number)
         column = opaque(level * panels.padded + panel * panels.width)
@@ -381,8 +387,8 @@ def _score(spec: Codebook, parts: _Parts, level: Expr, count: Expr) -> None:
         walk_rows(T.int64(0), count, panels.rows, tile, lambda row, many: None)
 
 
-def _choose(spec: Codebook, parts: _Parts, level: Expr, first: Expr, row: Expr) -> None:
-    """The id of a row, its value, and what is left."""
+def _narrow(spec: Codebook, parts: _Parts, level: Expr, row: Expr) -> None:
+    """The open codes of a row, in order; asks for what they are scored with, which a large codebook has far away."""
     at = T.Bind(row * spec.scores)
     few = 4  # lanes of the narrowest registers, of which panels are made
     for filler in range(spec.panels.padded, spec.scores, few):
@@ -397,22 +403,33 @@ def _choose(spec: Codebook, parts: _Parts, level: Expr, first: Expr, row: Expr) 
     number = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(number, T.int32(0), [0])
     with T.serial(T.int64(0), T.int64(spec.scores // LOOKED_AT)) as c:
-        _list_open(spec, parts, T.Bind(at + c * LOOKED_AT), least, T.Bind(T.cast(c * LOOKED_AT, "int32")), number)
+        _list_open(spec, parts, T.Bind(at + c * LOOKED_AT), least, T.Bind(T.cast(c * LOOKED_AT, "int32")), at, number)
+    T.buffer_store(parts.counts, number[0], [row])
+    with T.serial(T.int64(0), T.min(T.cast(number[0], "int64"), T.int64(ASKED_CODES))) as i:
+        start = T.Bind((level * spec.codes + T.cast(parts.found[at + i], "int64")) * spec.padded)
+        for off in range(0, min(4 * spec.padded, ASKED_BYTES), LINE):
+            prefetch(parts.flat["exact"], start + off // 4)
+
+
+def _choose(spec: Codebook, parts: _Parts, level: Expr, first: Expr, row: Expr) -> None:
+    """The id of a row, its value, and what is left."""
+    at = T.Bind(row * spec.scores)
     chosen = T.alloc_buffer((1,), "int32", scope="global")
-    T.buffer_store(chosen, parts.found[0], [0])
-    with T.If(number[0] > T.int32(1)), T.Then():
-        _decide(spec, parts, level, row, number, chosen)
+    T.buffer_store(chosen, parts.found[at], [0])
+    with T.If(parts.counts[row] > T.int32(1)), T.Then():
+        _decide(spec, parts, level, row, chosen)
     chosen_id = T.Bind(T.Select(parts.lost[row] != 0, T.int32(0), chosen[0]))
     if spec.ids_out:
         T.buffer_store(parts.flat["ids"], chosen_id, [(first + row) * spec.levels + level])
     _advance(spec, parts, level, first, row, T.Bind(T.cast(chosen_id, "int64")))
 
 
-def _list_open(spec: Codebook, parts: _Parts, at: Expr, least: Expr, first: Expr, number: Expr) -> None:
-    """Add to `found` which of LOOKED_AT coarse scores from `at`, those of codes from `first`, are at least `least`."""
+def _list_open(spec: Codebook, parts: _Parts, at: Expr, least: Expr, first: Expr, to: Expr, number: Expr) -> None:
+    """Add to `found` from `to`, which has `number` entries, which of LOOKED_AT coarse scores from `at`, those of codes from `first`, are at
+    least `least`."""
 
     def add(code: Expr) -> None:
-        T.buffer_store(parts.found, code, [number[0]])
+        T.buffer_store(parts.found, code, [to + T.cast(number[0], "int64")])
 
     if spec.isa.sign_bits:
         # The sign of a difference of floats is that of their order. All bits of one loop: its end is what is hard to foresee.
@@ -438,13 +455,14 @@ def _list_open(spec: Codebook, parts: _Parts, at: Expr, least: Expr, first: Expr
             T.buffer_store(number, number[0] + T.cast(parts.scores[at + i + T.cast(j, "int64")] >= least, "int32"), [0])
 
 
-def _decide(spec: Codebook, parts: _Parts, level: Expr, row: Expr, number: Expr, chosen: Expr) -> None:
+def _decide(spec: Codebook, parts: _Parts, level: Expr, row: Expr, chosen: Expr) -> None:
     """Which of a row's open codes it is: the one of the highest coarse score first, which rules out most of the others."""
     at = T.Bind(row * spec.scores)
     top = small(1)
     T.buffer_store(top, parts.scores[at + T.cast(chosen[0], "int64")], [0])
-    with T.serial(T.int32(1), number[0]) as i:
-        code = T.Bind(parts.found[i])
+    number = T.Bind(T.cast(parts.counts[row], "int64"))
+    with T.serial(T.int64(1), number) as i:
+        code = T.Bind(parts.found[at + i])
         score = T.Bind(parts.scores[at + T.cast(code, "int64")])
         higher = T.Bind(score > top[0])
         T.buffer_store(chosen, T.Select(higher, code, chosen[0]), [0])
@@ -457,8 +475,8 @@ def _decide(spec: Codebook, parts: _Parts, level: Expr, row: Expr, number: Expr,
         with T.If(parts.flat["facts"][level * FACTS + 8] > T.float32(0.0)), T.Then():
             T.buffer_store(common, _product(spec, parts, row, parts.flat["mean"], T.Bind(level * spec.padded)), [0])
     least = T.Bind(rounded(top[0] - common[0]) - parts.single[row])
-    with T.serial(T.int32(0), number[0]) as i:
-        code = T.Bind(parts.found[i])
+    with T.serial(T.int64(0), number) as i:
+        code = T.Bind(parts.found[at + i])
         with T.If(T.And(parts.scores[at + T.cast(code, "int64")] >= least, code != first)), T.Then():
             score = _exact(spec, parts, level, row, T.Bind(T.cast(code, "int64")))
             better = T.Bind(T.Or(score > top[0], T.And(score == top[0], code < chosen[0])))
@@ -538,14 +556,14 @@ def pack(spec: Codebook, codes: Floats, bias: Floats | None, table: Floats) -> l
     packed: list[npt.NDArray[np.generic] | Packed]
     if spec.int8:
         coarse = spec.coarse
-        made = [quantize_codebook(coarse, level, some) for level, some in zip(codes, used, strict=True)]
+        made = [quantize_codebook(level, some, coarse.bytes) for level, some in zip(codes, used, strict=True)]
         mean = np.zeros((spec.levels, spec.padded), np.float32)
         mean[:, : spec.features] = [m.mean for m in made]
         matrix = np.concatenate([np.pad(m.weights, ((0, panels.padded - spec.codes), (0, 0))) for m in made])
         scale = np.zeros((spec.levels, panels.padded), np.float32)
         scale[:, : spec.codes] = [m.scale for m in made]
         facts[:, 0] = [m.part for m in made]
-        facts[:, 7] = coarse_kernel.BLOCK
+        facts[:, 7] = STEPS // UNROLL
         facts[:, 8] = [np.abs(m.mean).max() for m in made]
         facts[:, 1:5] = _up(np.array([[m.apart, m.diameter, m.off, m.radius] for m in made]))
         packed = [_several(matrix, coarse.layout, spec.levels)]

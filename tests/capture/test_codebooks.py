@@ -67,10 +67,14 @@ class Branching(nn.Module):
         super().__init__()
         self.register_buffer("twice", torch.tensor(True))
         self.register_buffer("shift", torch.tensor([True]))
+        self.register_buffer("initted", torch.tensor([1.0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.initted:
+            x = x - 1
         if self.twice:
             x = x + x
+        x = torch.where(self.shift & self.shift, x, -x)
         return torch.where(self.shift, x + 1, x)
 
 

@@ -156,6 +156,23 @@ def test_sums_of_decisions_without_values_are_no_codebook() -> None:
     assert after.history[-1]["changed"] == 0 and after.history[-1]["skipped"] == []
 
 
+class ValuesAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer = STEPS["fsq"]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.quantizer(x)[0]
+        return values
+
+
+def test_a_quantizer_whose_ids_nobody_asks_for_is_named() -> None:
+    after = frozen(capture_module(ValuesAlone().eval(), (torch.randn(3, 10, 16),)))
+    assert after.history[-1]["skipped"] == [
+        {"site": "quantizer", "reason": "it rounds, and no ids are computed from that; return its ids to have it frozen"}
+    ]
+
+
 @pytest.mark.parametrize("kind", ["fsq", "lfq", "stiefel residual", "differences"])
 def test_an_exported_file_gives_the_same_lookup(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -293,3 +310,35 @@ def test_ties_of_float32_are_counted_and_let_through() -> None:
 def test_the_golden_graph(golden: Any) -> None:
     torch.manual_seed(0)
     golden("freeze_codebook.txt", str(frozen(calibrated(captured(VECTORS["residual"]()))).graph) + "\n")
+
+
+def test_straight_through_forms_hand_gradients_on_during_calibration() -> None:
+    """Else every error before a codebook would count for nothing."""
+    torch.manual_seed(0)
+    program = calibrated(captured(VECTORS["classic"]()))
+    assert program.stats is not None
+    encoder, *_, decoder = program.stats.activations.values()
+    ((_, before),), ((_, after),) = encoder.grads.items(), decoder.grads.items()
+    assert before.shape[1] == 16 and after.shape[1] == 5
+    weight = next(t for n, t in program.tensors().items() if n.endswith("decoder_weight"))
+    assert bool(before.norm(dim=-1).gt(0).all()) and before.norm() <= after.norm() * torch.linalg.matrix_norm(weight, 2) * (
+        1 + 1e-5
+    )
+
+
+def test_a_codebook_has_to_be_frozen_before_it_is_changed() -> None:
+    torch.manual_seed(0)
+    program = calibrated(captured(VECTORS["stiefel"]()))
+    with pytest.raises(PassError, match="first step of the recipe"):
+        run_passes(program, parse("smooth{alpha=0.5,check=false} | freeze_codebook"))
+
+
+def test_an_infinite_feature_takes_its_last_step_where_others_have_more() -> None:
+    """Thresholds of a feature with fewer steps are filled up; what fills them up is no threshold of infinity either."""
+    torch.manual_seed(0)
+    after = frozen(calibrated(captured(STEPS["fsq"]())))
+    bound = after.tensors()
+    (node,) = call_nodes(after.graph, STEP_LOOKUP)
+    tables = [bound[a.name] for a in node.all_input_nodes[1:]]
+    values, ids = torch.ops.khtst.step_lookup(torch.tensor([[torch.inf] * 4, [-torch.inf] * 4]), *tables)
+    assert ids.tolist() == [8 * 5 * 5 * 5 - 1, 0] and bool(values.isfinite().all())
