@@ -14,10 +14,13 @@ from khtst_compile import artifact
 from khtst_compile.checks import as_path, check_type
 from khtst_compile.codes import Coded, Codes, read_codes, write_codes
 from khtst_compile.errors import ArtifactError, UnsupportedError, UsageError
+from khtst_compile.schema import COUNT, Each, Either, complaint
 from khtst_compile.signature import TensorSpec, check_inputs
 
 Array = npt.NDArray[Any]
 Run = Callable[[dict[str, Array]], dict[str, Array]]
+_ENTRY = {"site": str, "sha256": str, "codes": [COUNT], "ids": Either((type(None), Each(str)))}
+_SPLIT = {"part": str, "ids": [str]}
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,13 @@ def decode(path: str | Path | Opened, codes: str | Path | Codes, *, threads: int
 
 def _held(opened: Opened, side: str) -> list[tuple[dict[str, Any], str]]:
     """Codebooks whose ids an output (or input) of the artifact holds, and its name."""
-    books = opened.manifest["meta"].get("codebooks") or []
-    found = [(e, e["ids"][side]) for e in books if isinstance(e.get("ids"), dict) and side in e["ids"]]
-    split = opened.manifest["meta"].get("split")
+    books, split = opened.manifest["meta"].get("codebooks") or [], opened.manifest["meta"].get("split")
+    wrong = complaint(books, [_ENTRY], "manifest.meta.codebooks") or (
+        None if split is None else complaint(split, _SPLIT, "manifest.meta.split")
+    )
+    if wrong is not None:
+        raise ArtifactError(f"{opened.path}: {wrong}; make the artifact again")
+    found = [(e, e["ids"][side]) for e in books if e["ids"] is not None and side in e["ids"]]
     if split is not None and split["part"] == ("encoder" if side == "output" else "decoder"):
         named = {name: (entry, name) for entry, name in found}
         found = [named[name] for name in split["ids"] if name in named]

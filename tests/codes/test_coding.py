@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ import khtst_compile as kc
 from khtst_compile.codebooks import halves
 from khtst_compile.codebooks.cut import Book
 from khtst_compile.coding import open_artifact
-from khtst_compile.errors import PassError, UnsupportedError, UsageError
+from khtst_compile.errors import ArtifactError, PassError, UnsupportedError, UsageError
 from khtst_compile.program import Rewriter
 from khtst_compile.runtime import load
 from khtst_compile.signature import TensorSpec
@@ -131,6 +135,23 @@ def test_what_does_not_fit_is_refused(made: Path, tmp_path: Path) -> None:
     for kind in KINDS:
         with pytest.raises(UsageError, match=r"input 'quantizer': values 0..32; needed: 0..31"):
             open_artifact(made / f"dec{kind}").run({"quantizer": beyond})
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda meta: meta["codebooks"][0].pop("sha256"), r"meta.codebooks\[0\] lacks 'sha256'"),
+        (lambda meta: meta["codebooks"][0].update(codes=[-1]), r"codes\[0\] is -1"),
+        (lambda meta: meta["codebooks"][0].update(ids=None), "does not describe all of"),
+        (lambda meta: meta["split"].pop("ids"), "meta.split lacks 'ids'"),
+    ],
+)
+def test_manifests_that_lie_about_codebooks(made: Path, edit: Callable[[dict[str, Any]], Any], words: str) -> None:
+    opened = open_artifact(made / "enc-x86")
+    edited = copy.deepcopy(opened.manifest)
+    edit(edited["meta"])
+    with pytest.raises(ArtifactError, match=words):
+        kc.encode(replace(opened, manifest=edited), x())
 
 
 def test_halves_are_artifacts_like_others(made: Path) -> None:
