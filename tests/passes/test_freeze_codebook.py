@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vector_quantize_pytorch import SimVQ
 
 from khtst_compile.calibrate import Samples, calibrate
 from khtst_compile.capture import capture, capture_module
@@ -366,3 +367,8 @@ def test_a_codebook_has_to_be_frozen_before_it_is_changed() -> None:
     program = calibrated(captured(VECTORS["stiefel"]()))
     with pytest.raises(PassError, match="first step of the recipe"):
         run_passes(program, parse("smooth{alpha=0.5,check=false} | freeze_codebook"))
+
+
+def test_a_codebook_whose_table_is_indexed_out_of_order_gives_its_ids() -> None:
+    (book,) = find_codebooks(captured(SimVQ(dim=16, codebook_size=32))).codebooks
+    assert book.source == "SimVQ" and book.site == "quantizer" and book.ids == {"output": "output_1"}
