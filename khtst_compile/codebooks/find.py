@@ -16,7 +16,7 @@ from khtst_compile.codebooks.found import Codebook, Found, Level, Vectors
 from khtst_compile.codebooks.scores import NoProduct, NotUnderstood, read_scores, upstream
 from khtst_compile.codebooks.sites import claims_orthonormal, hinted, is_codebook_class, name_sites, stack_of
 from khtst_compile.codebooks.steps import JUMPS, find_steps
-from khtst_compile.codebooks.values import Values, find_values, holds_ids, same_ids
+from khtst_compile.codebooks.values import Values, find_values, holds_ids, indexes_table, same_ids
 from khtst_compile.contract import Skipped
 from khtst_compile.errors import PassError
 from khtst_compile.linears import is_kept
@@ -157,7 +157,7 @@ def _candidate(
             raise NotUnderstood(f"its codes lie along axis {dim % rank} of the scores; needed: the last one")
         read = read_scores(ev, scores, largest)
     except NoProduct as error:
-        if not hinted(anchor):
+        if not hinted(anchor) and not indexes_table(ev, anchor):
             return None
         reason = str(error)
     except NotUnderstood as error:
@@ -168,7 +168,7 @@ def _candidate(
     width = codes if read is None else read.codes.shape[2]
     values = find_values(ev, anchor, codes, width, heads) if not reason else find_values(ev, anchor, codes, width)
     if reason:
-        if values is not None or hinted(anchor):
+        if values is not None or hinted(anchor) or indexes_table(ev, anchor):
             skipped.append(Skipped(site_of(anchor), reason))
         return None
     assert read is not None

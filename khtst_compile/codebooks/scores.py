@@ -36,18 +36,13 @@ SHAPES = (
     aten.slice.Tensor,
 )
 """Hand rows on in their order where the last axis stays as it is and none is lost."""
-_RISING = (
-    aten.sqrt.default,
-    aten.exp.default,
-    aten.log.default,
-    aten.sigmoid.default,
-    aten.tanh.default,
-    aten.clamp.default,
-    aten.clamp_min.default,
-    aten.clamp_max.default,
-)
+_RISING = (aten.sqrt.default, aten.log.default)
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default)
+_SATURATING = (aten.exp.default, aten.sigmoid.default, aten.tanh.default, aten.clamp_max.default, *_CLAMPS)
+"""Where they are flat, scores that differ become one, and the first of them wins: another id than the largest score's."""
+_FLAT = "its scores go through {}, which makes scores that differ the same where it is flat"
+_LARGEST_FLOOR = 1e-6  # of distances: what is below it is rounding
 _NORMALIZED = (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
-_EXPONENTIALS = (aten.exp.default, *_NORMALIZED)
 _EXPONENTIAL = 2.0**-20
 """exp is off by a few units in the last place and a division by one more: what lies behind it tells scores apart to about this."""
 _POSITIVE = (
@@ -98,7 +93,7 @@ def read_scores(ev: Evaluator, scores: fx.Node, largest: bool) -> Scores:
     width = ev.shape(scores)[-1]
     node, factor = scores, 1.0 if largest else -1.0
     bias: list[torch.Tensor] = []
-    rounded = 0.0
+    rounded, floored = 0.0, False
     while True:
         terms = _Terms()
         _expand(ev, node, factor, width, terms)
@@ -116,13 +111,19 @@ def read_scores(ev: Evaluator, scores: fx.Node, largest: bool) -> Scores:
         product = _product(ev, node, width)
         if product is not None:
             made = _finish(ev, node, product, factor, bias, width)
+            if floored and not made.euclidean:
+                raise NotUnderstood(_FLAT.format("a lower bound"))
             return replace(made, slack=rounded / abs(factor * product.factor))
-        if node.target in _NORMALIZED or node.target in _RISING:
+        floor = factor < 0 and _is_floor(node)
+        floored = floored or floor
+        if node.target in _SATURATING and not floor and _has_codes(ev, node):
+            raise NotUnderstood(_FLAT.format(node.target))
+        if node.target in _NORMALIZED or node.target in _RISING or floor:
             if node.target in _NORMALIZED and arguments(node)[1] % node.meta["val"].dim() != node.meta["val"].dim() - 1:
                 raise NotUnderstood("its scores are normalized over another axis than the codes'")
             if bias:
                 raise NotUnderstood(f"a term that differs between codes is added behind {node.target}, which no bias can say")
-            rounded = _EXPONENTIAL if node.target in _EXPONENTIALS else rounded
+            rounded = _EXPONENTIAL if node.target in _NORMALIZED else rounded
             node, factor = arguments(node)[0], 1.0 if factor > 0 else -1.0
             continue
         kind = NotUnderstood if _has_codes(ev, node) else NoProduct
@@ -176,6 +177,14 @@ def _expand_scale(ev: Evaluator, node: fx.Node, factor: float, width: int, terms
         terms.others.append((node, factor))
 
 
+def _is_floor(node: fx.Node) -> bool:
+    """Whether a node only keeps distances from falling below 0, or as good as 0."""
+    if node.target not in _CLAMPS:
+        return False
+    low, high = (*arguments(node)[1:], None, None)[:2]
+    return high is None and isinstance(low, (int, float)) and 0 <= low <= _LARGEST_FLOOR
+
+
 def _positive(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target in _POSITIVE
 
@@ -192,7 +201,7 @@ def _has_product(ev: Evaluator, node: fx.Node, width: int, depth: int = 24) -> b
         return False
     if _product(ev, node, width) is not None:
         return True
-    if node.target not in (*_SUMS, *_SCALES, *SHAPES, *_RISING, *_NORMALIZED, aten.neg.default):
+    if node.target not in (*_SUMS, *_SCALES, *SHAPES, *_RISING, *_SATURATING, *_NORMALIZED, aten.neg.default):
         return False
     return any(_has_product(ev, n, width, depth - 1) for n in node.all_input_nodes)
 

@@ -11,7 +11,9 @@ from torch import fx
 from khtst_compile.codebooks.evaluate import Evaluator
 from khtst_compile.program import WRAPPED
 
-_CODEBOOK = re.compile(r"quantiz|codebook|^(Residual|GroupedResidual)?(VQ|FSQ|LFQ)$|VectorQuant|FrozenResidual", re.IGNORECASE)
+_CODEBOOK = re.compile(
+    r"quantiz|codebook|^(Residual|GroupedResidual)?(Sim)?(VQ|FSQ|LFQ)$|VectorQuant|FrozenResidual", re.IGNORECASE
+)
 _ORTHONORMAL = ("StiefelQuantizer", "FrozenQuantizer")
 _PARAMETRIZED = "Orthogonal"
 _POLAR_PRODUCTS = 8  # a constant that takes this many matrix products is worked out by an iteration

@@ -30,6 +30,8 @@ _ARITHMETIC = (
     aten.to.dtype,
 )
 """With constants: what a value may go through and still be the codebook's. Anything more is the decoder's."""
+_TABLES = {aten.embedding.default: 0, aten.index.Tensor: 0, aten.index_select.default: 0, aten.gather.default: 0}
+"""Operators that look ids up: which argument is the table."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,24 @@ def tabulate(ev: Evaluator, anchor: fx.Node, node: fx.Node, codes: int, heads: i
         ids = torch.arange(start, start + rows).clamp(max=codes - 1).repeat(heads, 1).reshape(ev.shape(anchor))
         parts.append(ev.value(node, {anchor: ids}).reshape(heads, rows, -1))
     return torch.cat(parts, 1)[:, :codes].clone()
+
+
+def indexes_table(ev: Evaluator, anchor: fx.Node) -> bool:
+    """Whether what follows from ids alone looks rows of a constant up, in whatever order: less than `find_values` asks for."""
+    integers = {anchor}
+    for node in _after(ev, anchor):
+        seen = node.meta.get("val")
+        table = arguments(node)[_TABLES[node.target]] if node.target in _TABLES else None
+        if table is not None and table in ev.constants and table.meta["val"].is_floating_point():
+            if integers.intersection(node.all_input_nodes):
+                return True
+        elif (
+            isinstance(seen, torch.Tensor)
+            and not seen.is_floating_point()
+            and all(n in integers or n in ev.constants for n in node.all_input_nodes)
+        ):
+            integers.add(node)
+    return False
 
 
 def straight_through(value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vector_quantize_pytorch import SimVQ
 
 from khtst_compile.calibrate import Samples, calibrate
 from khtst_compile.capture import capture, capture_module
@@ -211,8 +212,43 @@ class AcrossAxis(nn.Module):
         return self.codes[ids], ids
 
 
-@pytest.mark.parametrize(("quantizer", "reason"), [(Scaled, "come from aten.mul.Tensor"), (AcrossAxis, "along axis 1")])
-def test_what_is_not_understood_is_named_with_its_reason(quantizer: type[nn.Module], reason: str) -> None:
+class Flat(nn.Module):
+    """Scores through a function that is flat somewhere: ties there are the model's own, and the first code wins."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.codes, self.function = nn.Parameter(torch.randn(20, 16)), function
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = self.function(x @ self.codes.T).argmax(-1)
+        return self.codes[ids], ids
+
+
+class Parts(nn.Module):
+    """Four codebooks along the axis before the last, written without a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(4, 8, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = (x.unflatten(-1, (4, 4)).unsqueeze(-2) - self.codes).square().sum(-1).argmin(-1)
+        return self.codes[torch.arange(4), ids].flatten(-2), ids
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "reason"),
+    [
+        (Scaled, "come from aten.mul.Tensor"),
+        (AcrossAxis, "along axis 1"),
+        (Parts, "come from aten.sum.dim_IntList"),
+        (lambda: Flat(torch.sigmoid), "go through aten.sigmoid.default"),
+        (lambda: Flat(torch.exp), "go through aten.exp.default"),
+        (lambda: Flat(lambda s: s.clamp(-1, 1)), "go through aten.clamp.default"),
+        (lambda: Flat(lambda s: -(-s).clamp(min=0)), "go through a lower bound"),
+    ],
+)
+def test_what_is_not_understood_is_named_with_its_reason(quantizer: Callable[[], nn.Module], reason: str) -> None:
     program = calibrated(captured(quantizer()))
     after = frozen(program)
     assert after.history[-1]["changed"] == 0
@@ -342,3 +378,8 @@ def test_an_infinite_feature_takes_its_last_step_where_others_have_more() -> Non
     tables = [bound[a.name] for a in node.all_input_nodes[1:]]
     values, ids = torch.ops.khtst.step_lookup(torch.tensor([[torch.inf] * 4, [-torch.inf] * 4]), *tables)
     assert ids.tolist() == [8 * 5 * 5 * 5 - 1, 0] and bool(values.isfinite().all())
+
+
+def test_a_codebook_whose_table_is_indexed_out_of_order_gives_its_ids() -> None:
+    (book,) = find_codebooks(captured(SimVQ(dim=16, codebook_size=32))).codebooks
+    assert book.source == "SimVQ" and book.site == "quantizer" and book.ids == {"output": "output_1"}
