@@ -250,6 +250,52 @@ def export(
     return Result(output.absolute(), artifact.read(output).manifest, None, time.perf_counter() - started)
 
 
+def split(
+    quantized: str | Path, *, encoder: str | Path, decoder: str | Path, report: Report | None = None
+) -> tuple[Result, Result]:
+    """Cut a "quantized" artifact at its codebooks: two "quantized" artifacts, that of the encoder and that of the decoder.
+
+    encoder: the inputs -> ids of each codebook, int32 (..., levels), `lost` (codebooks,) int32, how many rows have no code, and the outputs
+    that depend on no codebook; decoder: the ids -> all other outputs, to the bit what the whole artifact computes. Raises UsageError where
+    there is no codebook, UnsupportedError where the decoder would need more than ids; nothing is left at either place then.
+    """
+    from khtst_compile.splitting import halves
+
+    started, say = time.perf_counter(), report or _silent
+    places = [as_path(encoder, "encoder"), as_path(decoder, "decoder")]
+    source = artifact.read(quantized, kind="quantized")
+    for first, second in ((source.path, places[0]), (source.path, places[1]), (places[0], places[1]), (places[1], places[0])):
+        _keep_apart(first, second)
+    with artifact.staging(places[0]) as first, artifact.staging(places[1]) as second:
+        made = halves(load_program(source), source.manifest, source.arrays(GOLDEN))
+        for folder, half in zip((first, second), made, strict=True):
+            program = half.program
+            part = program.meta["split"]
+            say(f"{part['part']}: {', '.join(s.name for s in program.inputs)} -> {', '.join(s.name for s in program.outputs)}")
+            manifest = {
+                **{k: source.manifest[k] for k in ("kind", "source", "recipe", "passes")},
+                "made_by": _made_by(),
+                "inputs": [s.to_json() for s in program.inputs],
+                "outputs": [s.to_json() for s in program.outputs],
+                "axes": {k: list(v) for k, v in program.axes.items()},
+                "ranges": half.ranges,
+                "golden": {**source.manifest["golden"], "accuracy": half.accuracy},
+                "meta": program.meta,
+            }
+            require_space(folder, SLACK_BYTES + sum(t.nbytes for t in program.tensors().values()), f"the {part['part']}")
+            save_program(program, folder / PROGRAM)
+            write_arrays(folder / GOLDEN, half.golden)
+            if part["part"] == "encoder":
+                _copy_tokenizer(source.path / TOKENIZER, folder)
+            artifact.write_manifest(folder, manifest)
+    seconds = time.perf_counter() - started
+    written = [artifact.read(place) for place in places]
+    return (
+        Result(written[0].path, written[0].manifest, None, seconds),
+        Result(written[1].path, written[1].manifest, None, seconds),
+    )
+
+
 def verify(
     path: str | Path,
     *,

@@ -79,6 +79,10 @@ def recapture(manifest: dict[str, Any]) -> Program:
     from khtst_compile.capture.tasks import known_task
 
     meta = manifest["meta"]
+    if "split" in meta:
+        raise UsageError(
+            f"bench: the artifact is the {meta['split']['part']} of a model that was split; bench it without baselines"
+        )
     try:
         return capture(meta["source"], task=known_task(meta), shapes=meta.get("shapes"), seed=int(meta["seed"]))
     except UsageError as error:

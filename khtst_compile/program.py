@@ -192,6 +192,7 @@ class Rewriter:
         self.tensors = program.tensors()
         self._new: dict[str, torch.Tensor] = {}
         self._inputs: set[str] = set()  # new public ones
+        self._dropped: set[str] = set()  # public ones that go
         self._by_name = {n.name: n for n in self.graph.nodes}
 
     def node(self, name: str) -> fx.Node:
@@ -221,6 +222,10 @@ class Rewriter:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
         self._inputs.add(node.name)
         return node
+
+    def drop_inputs(self, nodes: Sequence[fx.Node]) -> None:
+        """Public inputs that the finished Program does without. Nothing may read them by then."""
+        self._dropped |= {n.name for n in nodes}
 
     def retype_input(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Let a public input have another dtype."""
@@ -278,12 +283,12 @@ class Rewriter:
                 spec = InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None)
             elif spec is None:
                 spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), self._target_name(node.name), persistent=True)
-            if spec.kind is not InputKind.USER_INPUT and not node.users:
+            if (spec.kind is not InputKind.USER_INPUT and not node.users) or node.name in self._dropped:
                 self.graph.erase_node(node)
                 continue
             kept.append(spec)
         results = self.results()
-        outputs = [copy.copy(s) for s in signature.output_specs]
+        outputs = [copy.copy(s) for s in signature.output_specs[: len(results)]]
         outputs += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(r.name), None) for r in results[len(outputs) :]]
         for out, result in zip(outputs, results, strict=True):
             if out.kind is OutputKind.USER_OUTPUT and isinstance(result, fx.Node):

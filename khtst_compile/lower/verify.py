@@ -139,6 +139,11 @@ def _original(
     from khtst_compile.windows import decoded
 
     meta = folder.manifest["meta"]
+    if "split" in meta:
+        raise UsageError(
+            f"verify: {folder.path} is the {meta['split']['part']} of a model that was split, and {reference} the whole; give the artifact "
+            "that split wrote"
+        )
     program = capture(str(reference), task=task or known_task(meta), shapes=meta.get("shapes"), seed=int(meta.get("seed", 0)))
     tensors = {k: torch.from_numpy(v) for k, v in inputs.items()}
     if "cache" in meta:
