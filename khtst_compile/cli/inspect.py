@@ -27,14 +27,33 @@ REASONS = 6  # of layers left alone, shown on one screen
 @click.option(
     "--time", "timed", is_flag=True, help="With --kernels: measure every kernel, too. One thread unless --threads says more."
 )
+@click.option("--codebooks", is_flag=True, help="List the codebooks: sizes, proofs, use of codes in calibration, dead codes.")
+@click.option("--plot", type=click.Path(path_type=Path), help="With --codebooks: draw the use of codes to a .png or .svg, too.")
 @common
-def command(console: Console, artifact: Path, everything: bool, kernels: bool, shapes: str | None, timed: bool) -> None:
+def command(
+    console: Console,
+    artifact: Path,
+    everything: bool,
+    kernels: bool,
+    shapes: str | None,
+    timed: bool,
+    codebooks: bool,
+    plot: Path | None,
+) -> None:
     """Show what ARTIFACT holds: source, recipe, target, inputs and outputs, what each pass did, files. --json gives everything too."""
     from khtst_compile import api
+    from khtst_compile.cli.codebooks import show
 
+    if sum((everything, kernels, codebooks)) > 1:
+        raise UsageError("inspect: --all, --kernels and --codebooks show different things; needed: at most one of them")
+    if plot is not None and not codebooks:
+        raise UsageError("inspect: --plot belongs to --codebooks; add --codebooks")
     if not kernels:
         if shapes is not None or timed:
             raise UsageError("inspect: --shapes and --time belong to --kernels; add --kernels")
+        if codebooks:
+            show(console, artifact, plot)
+            return
         found = api.inspect(artifact)
         console.emit(found, "\n".join(lines(found) if everything else summary(found)))
         return
