@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from khtst_compile.errors import PassError
 from khtst_compile.sizes import same_shape
 
 if TYPE_CHECKING:
     from khtst_compile.calibrate import ActivationStats, Stats
-    from khtst_compile.program import Rewriter
+    from khtst_compile.program import Program, Rewriter
 
 aten = torch.ops.aten
 
@@ -154,6 +155,14 @@ def _refusal(node: fx.Node, x: fx.Node, weight: torch.Tensor) -> str | None:
         if isinstance(bias, torch.Tensor) and bias.dim() != 1:
             return f"addmm adds a {bias.dim()}-dimensional term, not one bias per output feature"
     return None
+
+
+def require_linears(program: Program, refusal: str) -> None:
+    """Raise PassError(refusal) where the graph has no linear layer. Not where codebooks were frozen before: a model may have these alone, and
+    then passes that follow change nothing."""
+    frozen = any(entry["pass"] == "freeze_codebook" and entry["changed"] for entry in program.history)
+    if not frozen and not find_linears(program.graph, program.tensors()):
+        raise PassError(refusal)
 
 
 def groups(linears: list[Linear]) -> dict[fx.Node, list[Linear]]:

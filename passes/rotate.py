@@ -17,7 +17,7 @@ from torch import fx
 from khtst_compile.calibrate import ActivationStats
 from khtst_compile.contract import Outcome, Skipped
 from khtst_compile.errors import PassError, UsageError
-from khtst_compile.linears import Linear, calibrated_rows, find_linears, groups, is_kept
+from khtst_compile.linears import Linear, calibrated_rows, find_linears, groups, is_kept, require_linears
 from khtst_compile.ops.rotate import check_rotation
 from khtst_compile.program import Program, Rewriter, site_of
 from khtst_compile.quant.rotation import fit_rotation, rotate_columns
@@ -43,10 +43,9 @@ class Rotate:
         check_rotation(self.block, self.block if self.points is None else self.points, self.block)
 
     def requires(self, program: Program) -> None:
-        if not find_linears(program.graph, program.tensors()):
-            raise PassError(
-                "no linear layer is in the graph, so there is nothing to rotate; run it before w8a8, on a float32 program"
-            )
+        require_linears(
+            program, "no linear layer is in the graph, so there is nothing to rotate; run it before w8a8, on a float32 program"
+        )
 
     def run(self, program: Program) -> Outcome:
         rewriter = Rewriter(program)

@@ -20,7 +20,7 @@ from khtst_compile.contract import Outcome, Skipped
 from khtst_compile.errors import PassError, UsageError
 from khtst_compile.fakequant import OutputError, Treatment
 from khtst_compile.folding import fold_scale
-from khtst_compile.linears import Linear, find_linears, groups, is_kept
+from khtst_compile.linears import Linear, find_linears, groups, is_kept, require_linears
 from khtst_compile.ops.rotate import check_rotation
 from khtst_compile.program import Program, Rewriter, site_of
 from khtst_compile.quant.rotation import fit_rotation
@@ -71,10 +71,9 @@ class Smooth:
     def requires(self, program: Program) -> None:
         if program.stats is None:
             raise PassError("smoothing needs to know the activations and the program was never calibrated; give calibration data")
-        if not find_linears(program.graph, program.tensors()):
-            raise PassError(
-                "no linear layer is in the graph, so there is nothing to smooth; run it before w8a8, on a float32 program"
-            )
+        require_linears(
+            program, "no linear layer is in the graph, so there is nothing to smooth; run it before w8a8, on a float32 program"
+        )
 
     def run(self, program: Program) -> Outcome:
         assert program.stats is not None

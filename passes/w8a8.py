@@ -15,7 +15,7 @@ from torch import fx
 
 from khtst_compile.contract import Outcome, Skipped
 from khtst_compile.errors import PassError, UsageError
-from khtst_compile.linears import Linear, calibrated_rows, find_linears, find_others, is_kept, scale_before
+from khtst_compile.linears import Linear, calibrated_rows, find_linears, find_others, is_kept, require_linears, scale_before
 from khtst_compile.ops.rotate import rotate_reference
 from khtst_compile.ops.w8a8_linear import MAX_FEATURES
 from khtst_compile.program import Program, Rewriter, call_nodes, site_of
@@ -59,8 +59,7 @@ class W8A8:
             raise PassError(
                 "static activation scales come from calibration and the program was never calibrated; give data, or use dynamic"
             )
-        if not find_linears(program.graph, program.tensors()):
-            raise PassError("no linear layer with a constant weight is in the graph, so there is nothing to quantize")
+        require_linears(program, "no linear layer with a constant weight is in the graph, so there is nothing to quantize")
 
     def run(self, program: Program) -> Outcome:
         rewriter = Rewriter(program)

@@ -25,6 +25,7 @@ from torch import fx
 from khtst_compile import __version__
 from khtst_compile.contract import Report
 from khtst_compile.errors import LoweringError, ResourceError, UsageError
+from khtst_compile.lower.onnx_clean import clean
 from khtst_compile.lower.onnx_emit import DOMAIN
 from khtst_compile.lower.onnx_masks import zero_hidden_rows
 from khtst_compile.lower.onnx_ops import KhtstLowering, Lowered, translation_table
@@ -100,13 +101,14 @@ def _translate(program: Program, opset: int) -> ir.Model:
                 program.ep,
                 dynamo=True,
                 opset_version=opset,
-                optimize=True,
+                optimize=False,
                 verbose=False,
                 custom_translation_table=translation_table(),
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise LoweringError(_why_not(program.graph, error)) from error
     assert converted is not None
+    clean(converted.model)
     return converted.model
 
 

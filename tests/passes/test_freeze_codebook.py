@@ -383,3 +383,29 @@ def test_an_infinite_feature_takes_its_last_step_where_others_have_more() -> Non
 def test_a_codebook_whose_table_is_indexed_out_of_order_gives_its_ids() -> None:
     (book,) = find_codebooks(captured(SimVQ(dim=16, codebook_size=32))).codebooks
     assert book.source == "SimVQ" and book.site == "quantizer" and book.ids == {"output": "output_1"}
+
+
+class Convolutions(nn.Module):
+    """An image model without a linear layer: (batch, 1, 8, 8) -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(1, 16, 2, 2), nn.ConvTranspose2d(16, 1, 2, 2)
+        self.codes = nn.Embedding(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.down(x).permute(0, 2, 3, 1)
+        ids = torch.cdist(z.flatten(0, 2), self.codes.weight).argmin(-1)
+        return self.up(self.codes(ids).reshape(z.shape).permute(0, 3, 1, 2))
+
+
+def test_a_model_with_no_linear_layer_goes_through_the_default_recipe() -> None:
+    torch.manual_seed(0)
+    program = capture_module(Convolutions(), (torch.randn(4, 1, 8, 8),))
+    batches = [{"x": torch.randn(8, 1, 8, 8)} for _ in range(4)]
+    after = run_passes(program.with_stats(calibrate(program, batches)), parse("w8a8-rotated"))
+    assert [e["changed"] for e in after.history] == [1, 0, 0, 0]
+    before, frozen_ = compare(program, after, torch.randn(5, 1, 8, 8))
+    torch.testing.assert_close(frozen_[0], before[0], rtol=1e-6, atol=1e-6)  # another order of sums behind equal ids
+    with pytest.raises(PassError, match="no linear layer"):
+        run_passes(program.with_stats(calibrate(program, batches)), parse("smooth | w8a8"))

@@ -280,3 +280,21 @@ def test_attention_rows_that_see_nothing_are_zero_as_in_torch(kind: str, tmp_pat
     x[0, 0, 1, 2] = torch.nan
     (got,) = session.run(None, {"x": x.numpy(), "mask": given.numpy()})
     assert np.isnan(got[0, 0, 1]).all(), "a NaN is not hidden with them"
+
+
+class Guarded(nn.Module):
+    """Constants that are nearly 0 or 1, and matter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(torch.relu(x) + 1e-10) * 1.000005 - (x - 3e-9) / 1.000003
+
+
+def test_constants_near_zero_and_one_stay(tmp_path: Path) -> None:
+    x = torch.tensor([[-1.0, 0.0, 1e-9, 2.0], [3.0, -2.0, 1e-8, 0.5]])
+    program = one_input(Guarded(), x, (2, 4))
+    export_onnx(program, tmp_path / "m.onnx")
+    (got,) = run(session(tmp_path / "m.onnx"), {"x": x}).values()
+    want = Guarded()(x)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, want, rtol=4e-7, atol=0.0)  # a few roundings of float32, and log's last place
+    assert not torch.allclose(got, torch.log(torch.relu(x) + 1e-10) - x, rtol=4e-7, atol=0.0)
