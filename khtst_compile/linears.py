@@ -158,8 +158,8 @@ def _refusal(node: fx.Node, x: fx.Node, weight: torch.Tensor) -> str | None:
 
 
 def require_linears(program: Program, refusal: str) -> None:
-    """Raise PassError(refusal) where the graph has no linear layer. Not where codebooks were frozen before: a model may have these alone, and
-    then passes that follow change nothing."""
+    """Raise PassError(refusal) where the graph has no linear layer. Not where codebooks were frozen before: a model may have these
+    alone, and then passes that follow change nothing."""
     frozen = any(entry["pass"] == "freeze_codebook" and entry["changed"] for entry in program.history)
     if not frozen and not find_linears(program.graph, program.tensors()):
         raise PassError(refusal)
