@@ -72,11 +72,31 @@ def clean(program: Program) -> Program:
             rewriter.replace(node, node.args[0])
         elif node.target in VIEWS:
             node.target = aten.reshape.default
+    for node in list(call_nodes(rewriter.graph, aten.cat.default)):
+        _drop_empty(rewriter, node)
     for node in list(call_nodes(rewriter.graph, aten.matmul.default, aten.mm.default, aten.einsum.default)):
         _to_linear(rewriter, node)
     for node in call_nodes(rewriter.graph, aten.batch_norm.default):
         _require_eval(node, node.args[5] is False)
     return rewriter.finish()
+
+
+def _drop_empty(rewriter: Rewriter, node: fx.Node) -> None:
+    """Leave out of a `cat` what has no elements along its axis, such as the empty tensor that a list which grows begins with."""
+    parts, *rest = arguments(node)
+    axis = int(rest[0] if rest else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
+    made = node.meta["val"]
+    kept = [p for p in parts if p.meta["val"].dim() != made.dim() or not _is_zero(p.meta["val"].shape[axis])]
+    if len(kept) == len(parts) or not kept or any(p.meta["val"].dtype != made.dtype for p in kept):
+        return
+    if len(kept) == 1:
+        rewriter.replace(node, kept[0])
+    else:
+        node.args = (kept, axis)
+
+
+def _is_zero(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 0
 
 
 def _computes_nothing(node: fx.Node) -> bool:
