@@ -2,7 +2,7 @@
 
 python examples/codes_digits.py [output folder] [--steps 300] [--levels 4] [--codes 64] [--target x86]
 
-The encoder is compiled, the decoder is an ONNX file: both give the bits of the whole model. A PNG is without loss, codes are not.
+The encoder is compiled, the decoder is an ONNX file: what two machines may run. A PNG is without loss, codes are not.
 """
 
 from __future__ import annotations
