@@ -94,6 +94,9 @@ def _reads_data(recipe: str) -> bool:
     return bool(RECIPES.get(recipe.strip(), recipe).strip())
 
 
+_CODEBOOK = ("site", "source", "codes", "features", "vectors", "differ", "near_ties", "lost")
+
+
 def summarize(folder: Path, manifest: dict[str, Any], seconds: float) -> dict[str, Any]:
     """What `quantize` did, JSON-able."""
     return {
@@ -104,6 +107,7 @@ def summarize(folder: Path, manifest: dict[str, Any], seconds: float) -> dict[st
             {"pass": p["pass"], "changed": p["changed"], "skipped": p["skipped"], "seconds": p["seconds"]}
             for p in manifest["passes"]
         ],
+        "codebooks": [{name: entry[name] for name in _CODEBOOK} for entry in manifest["meta"].get("codebooks", [])],
         "seconds": round(seconds, 3),
     }
 
@@ -111,6 +115,12 @@ def summarize(folder: Path, manifest: dict[str, Any], seconds: float) -> dict[st
 def _text(summary: dict[str, Any]) -> str:
     rows = [(p["pass"], str(p["changed"]), str(len(p["skipped"])), f"{p['seconds']:.1f}") for p in summary["passes"]]
     lines = [table(("pass", "changed", "left alone", "s"), rows)]
+    for book in summary["codebooks"]:
+        sizes = ", ".join(map(str, book["codes"]))
+        lines.append(
+            f"codebook {book['site']} ({book['source']}): {sizes} codes of {book['features']} features; of {book['vectors']} calibration "
+            f"vectors {book['differ']} have another id than in the model, {book['near_ties']} are near ties, {book['lost']} have no code"
+        )
     left = [f"{p['pass']} left alone {s['site']}: {s['reason']}" for p in summary["passes"] for s in p["skipped"]]
     lines += left[:SHOWN]
     if len(left) > SHOWN:

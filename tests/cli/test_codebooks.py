@@ -15,6 +15,7 @@ import khtst_compile as kc
 from khtst_compile import usage
 from khtst_compile.capture.factory import capture_module
 from khtst_compile.cli.codebooks import lines
+from khtst_compile.cli.quantize import _text, summarize
 from khtst_compile.errors import UsageError
 from khtst_compile.zoo.gsq import ResidualQuantizer
 from tests import quantizers
@@ -125,3 +126,12 @@ def test_nothing_heavy_is_loaded(coded: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_quantize_says_what_it_froze(coded: Path) -> None:
+    made = kc.inspect(coded / "q")
+    (book,) = summarize(coded / "q", made, 1.0)["codebooks"]
+    assert book["site"] == "quantizer" and book["codes"] == [16, 16, 16] and book["differ"] == 0 and book["vectors"] == 640
+    assert "codebook quantizer (ResidualQuantizer): 16, 16, 16 codes of 16 features; of 640 calibration vectors 0 have" in _text(
+        summarize(coded / "q", made, 1.0)
+    )
