@@ -31,7 +31,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 KNOWN_DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 SLACK_BYTES = 4_000_000  # of a file of tensors, besides the tensors
 CACHES = ("float32", "int8")
-GOLDEN_SAMPLES = 4  # samples kept in an artifact to compare against; a few are enough, they pass through every layer
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ def quantize(
     from khtst_compile.calibrate import calibrate
     from khtst_compile.capture import capture
     from khtst_compile.contract import run_passes
+    from khtst_compile.golden import SAMPLES, golden_values, id_ranges
     from khtst_compile.program import Program
     from khtst_compile.samples import Samples, load_samples
 
@@ -107,7 +107,7 @@ def quantize(
         if samples is None and (passes or calib is not None or random):
             samples = load_samples(calib, program, limit=limit, max_length=max_length, seed=seed, random=random)
         if samples is None:
-            samples = load_samples(None, program, limit=GOLDEN_SAMPLES, max_length=max_length, seed=seed, random=True)
+            samples = load_samples(None, program, limit=SAMPLES, max_length=max_length, seed=seed, random=True)
         _check_first(samples, program)
         if passes:
             moments = any(getattr(p, "rounding", None) == "gptq" for p in passes)
@@ -116,7 +116,7 @@ def quantize(
             say(f"calibrated on {samples.count} samples ({samples.source})")
         _check_globs(program, [*keep_fp32, *(getattr(p, "keep_fp32", None) or "" for p in passes)])
         quantized = run_passes(program, passes, dump=dump, report=say)
-        golden, figures = _golden(program, quantized, samples)
+        golden, figures = golden_values(program, quantized, samples)
         manifest = {
             "kind": "quantized",
             "made_by": _made_by(),
@@ -126,7 +126,7 @@ def quantize(
             "inputs": [s.to_json() for s in quantized.inputs],
             "outputs": [s.to_json() for s in quantized.outputs],
             "axes": {k: list(v) for k, v in quantized.axes.items()},
-            "ranges": _id_ranges(quantized),
+            "ranges": id_ranges(quantized),
             "golden": {"samples": samples.source, "accuracy": figures},
             "meta": {**quantized.meta, "tokenizer": None, "calibration": samples.source, "seed": seed, "shapes": shapes},
         }
@@ -421,71 +421,6 @@ def _check_first(samples: Any, program: Any) -> None:
     odd = next((s for s in program.outputs if s.dtype not in KNOWN_DTYPES), None)
     if odd is not None:
         raise CaptureError(f"output {odd.name!r} is {odd.dtype}; needed: one of {', '.join(KNOWN_DTYPES)}; convert it in forward")
-
-
-def _golden(program: Any, quantized: Any, samples: Any) -> tuple[dict[str, Array], dict[str, float]]:
-    """A few samples with the outputs of the fp32 and the quantized program, and how far apart these are."""
-    import torch
-
-    from khtst_compile.parity import relative_error_db, worst_cosine
-
-    batch = next(iter(samples))
-    with torch.no_grad():
-        if "cache" in program.meta:
-            from khtst_compile import windows
-
-            batch = windows.golden(program, batch)
-            given = windows.encoded(quantized, batch)
-        else:
-            batch = given = {k: v[:GOLDEN_SAMPLES] for k, v in batch.items()}
-        exact, rounded = program.run(batch), quantized.run(given)
-    golden = {f"in/{k}": v.numpy() for k, v in given.items()}
-    exact = {name: exact[name] for name in program.results()}
-    golden |= {f"fp32/{k}": v.numpy() for k, v in exact.items()} | {f"quantized/{k}": v.numpy() for k, v in rounded.items()}
-    figures, chosen = {}, _behind_lookups(quantized)
-    for name, value in exact.items():
-        if name in chosen and not value.is_floating_point():
-            figures[f"{name}: share that differs"] = float((rounded[name] != value).double().mean()) if value.numel() else 0.0
-        if value.is_floating_point():
-            figures[f"{name}: relative error dB"] = _finite(relative_error_db(rounded[name].numpy(), value.numpy()))
-            figures[f"{name}: worst cosine"] = worst_cosine(rounded[name].numpy(), value.numpy())
-    return golden, figures
-
-
-def _behind_lookups(program: Any) -> set[str]:
-    """The outputs that depend on ids found in a codebook: of these a rounding can change whole codes."""
-    import torch
-
-    lookups = (torch.ops.khtst.codebook_lookup.default, torch.ops.khtst.step_lookup.default)
-    reached: set[Any] = set()
-    found: set[str] = set()
-    for node in program.graph.nodes:
-        if node.target in lookups or reached.intersection(node.all_input_nodes):
-            reached.add(node)
-        if node.op == "output":
-            found = {s.name for s, n in zip(program.outputs, node.args[0], strict=True) if n in reached}
-    return found
-
-
-def _finite(db: float) -> float:
-    return max(db, -200.0)  # JSON has no infinity; two equal float32 tensors are at -200 dB for all purposes
-
-
-def _id_ranges(program: Any) -> dict[str, list[int]]:
-    """Public integer inputs that index a table -> [0, rows - 1]: kernels do not check an index."""
-    import torch
-    from torch import fx
-
-    from khtst_compile.program import call_nodes
-
-    names = dict(zip(program.user_inputs(), (s.name for s in program.inputs), strict=True))
-    ranges: dict[str, list[int]] = {}
-    for node in call_nodes(program.graph, torch.ops.aten.embedding.default):
-        rows, ids = node.args[0], node.args[1]
-        if isinstance(rows, fx.Node) and isinstance(ids, fx.Node) and ids.name in names:
-            last = int(rows.meta["val"].shape[0]) - 1
-            ranges[names[ids.name]] = [0, min(last, ranges.get(names[ids.name], [0, last])[1])]
-    return ranges
 
 
 def _copy_tokenizer(source: str | Path | None, folder: Path) -> None:
