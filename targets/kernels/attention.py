@@ -15,11 +15,12 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from khtst_compile.exact import LOG2_E
 from khtst_compile.targets.kernels import fmla_lane
 from khtst_compile.targets.kernels.attention_pack import Block, Task, key_bias, pack_keys, pack_values, row_bias
 from khtst_compile.targets.kernels.attention_spec import Attention, Mask, Operand, reference
 from khtst_compile.targets.kernels.rows import each_vector, fixed, load, round_up, save
-from khtst_compile.targets.kernels.softmax import LOG2_E, exp2_nonpositive
+from khtst_compile.targets.kernels.softmax import exp2_nonpositive
 from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from tvm.tirx.script import builder as T
 
+from khtst_compile.exact import LOG2_E
 from khtst_compile.targets.kernels.attention_spec import Attention, Mask
 from khtst_compile.targets.kernels.rows import each_vector, fixed
-from khtst_compile.targets.kernels.softmax import LOG2_E
 from khtst_compile.targets.kernels.vec import LANES, Expr, at_least, f32, lanes_of, mul, shuffle2, span, splat, store
 
 _SIDE = 8

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.exact import LOG2_E, across_reference, exp2_nonpositive_reference, fma_reference, padded
 from khtst_compile.targets.isa import Isa
-from khtst_compile.targets.kernels.softmax import LOG2_E, exp2_nonpositive_reference, padded
-from khtst_compile.targets.kernels.vec import LANES, Floats, across_reference, fma_reference
+from khtst_compile.targets.kernels.vec import LANES, Floats
 
 _BLOCK_ELEMENTS = 16384
 """Keys of a block times their features: K and V packed take 128 KiB, a quarter of a usual L2 cache."""

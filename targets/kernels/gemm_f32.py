@@ -16,6 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.exact import fma_reference
 from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
@@ -23,7 +24,7 @@ from . import fmla_lane
 from .act import activation
 from .rows import LEAD2, Arguments, Lead
 from .tiles import Panels, Sink, Tile, ask_ahead, for_tiles, multiply_add, panels_of
-from .vec import Expr, Floats, fma_reference, span
+from .vec import Expr, Floats, span
 
 CHAINS = 8
 """Sums that have to run side by side for none to wait: two multiply-adds start in a cycle, each takes four."""

@@ -23,6 +23,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.exact import fma_reference
 from khtst_compile.layout import Layout
 from khtst_compile.targets.isa import Isa
 
@@ -31,7 +32,7 @@ from .dot import Codes, Dot, Sums, dot_of
 from .rows import LEAD2, Arguments, Lead, round_up
 from .step_order import step_order
 from .tiles import Panels, Sink, Tile, ask_ahead, for_tiles, panels_of
-from .vec import Expr, Floats, fma, fma_reference, span, splat, to_float
+from .vec import Expr, Floats, fma, span, splat, to_float
 
 CODES_ALIGNMENT = 16
 """Codes are stored in rows of round_up(K, 16) elements."""

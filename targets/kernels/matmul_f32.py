@@ -14,11 +14,12 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from khtst_compile.exact import fma_reference
 from khtst_compile.targets.isa import Isa
 
 from .rows import Lead
 from .tiles import Panels, multiply_add, opaque, panels_of, walk_rows
-from .vec import Expr, Floats, f32, fma_reference, small, span, store
+from .vec import Expr, Floats, f32, small, span, store
 
 LEAD1 = Lead(1)
 """One symbolic batch dimension."""

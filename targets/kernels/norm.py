@@ -21,6 +21,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.exact import across_reference, fma_reference
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.quantize import Quantizer, RowQuantizer
 from khtst_compile.targets.kernels.rows import (
@@ -42,10 +43,8 @@ from khtst_compile.targets.kernels.vec import (
     LANES,
     Expr,
     Floats,
-    across_reference,
     f32,
     fma,
-    fma_reference,
     keep,
     lane,
     mul,

@@ -16,9 +16,10 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.exact import fma_reference
 from khtst_compile.targets.kernels.norm import row_sum, row_sum_reference
 from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, Place, each_vector, for_rows, load, save
-from khtst_compile.targets.kernels.vec import Expr, Floats, f32, fma, fma_reference, lanes_of, mul, rounded, splat, sqrt
+from khtst_compile.targets.kernels.vec import Expr, Floats, f32, fma, lanes_of, mul, rounded, splat, sqrt
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,15 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from khtst_compile.errors import LoweringError
+from khtst_compile.exact import (
+    EXP2,
+    EXP2_LOWEST,
+    EXP2_ROUND,
+    LOG2_E,
+    exp_nonpositive_reference,
+    padded,
+    sum_reference,
+)
 from khtst_compile.targets.isa import Isa
 from khtst_compile.targets.kernels.rows import LEAD2, Arguments, Lead, Place, for_rows
 from khtst_compile.targets.kernels.vec import (
@@ -23,13 +32,11 @@ from khtst_compile.targets.kernels.vec import (
     Expr,
     Floats,
     across,
-    across_reference,
     at_least,
     bits,
     f32,
     from_bits,
     horner,
-    horner_reference,
     i32,
     keep,
     mul,
@@ -38,19 +45,6 @@ from khtst_compile.targets.kernels.vec import (
     span,
     store,
     sum_across,
-)
-
-LOG2_E = 1.4426950408889634
-_LOWEST = -127.0
-_ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits.
-# 2**r on |r| <= 1/2, the constant fixed to 1; minimax in relative error, 1.1e-7 with these float32 coefficients.
-_EXP2 = (
-    0.001326472731307149,
-    0.009671512991189957,
-    0.05550733581185341,
-    0.24022242426872253,
-    0.6931470036506653,
-    1.0,
 )
 
 
@@ -68,27 +62,11 @@ def exp2_nonpositive(x: Expr) -> Expr:
     Exactly 0 from x <= -127 on, -inf included: there n = -127 and r = 0, the polynomial is exactly 1, and adding n to its
     exponent field leaves no bit. NaN stays NaN.
     """
-    y = T.Bind(at_least(x, f32(_LOWEST)))
+    y = T.Bind(at_least(x, f32(EXP2_LOWEST)))
     # Fenced: TVM's simplifier would cancel (y + c) - c.
-    shifted = T.Bind(rounded(y + f32(_ROUND)))
-    r = T.Bind(y - T.Bind(shifted - f32(_ROUND)))
-    return T.Bind(from_bits(bits(horner(_EXP2, r)) + T.shift_left(bits(shifted), i32(23))))
-
-
-def exp_nonpositive_reference(x: Floats) -> Floats:
-    """What `exp_nonpositive` computes: x (...,) float32, <= 0."""
-    with np.errstate(all="ignore"):
-        return exp2_nonpositive_reference(x * np.float32(LOG2_E))
-
-
-def exp2_nonpositive_reference(x: Floats) -> Floats:
-    """What `exp2_nonpositive` computes: x (...,) float32, <= 0."""
-    with np.errstate(all="ignore"):
-        y = np.where(np.float32(_LOWEST) > x, np.float32(_LOWEST), x)
-        shifted = y + np.float32(_ROUND)
-        r = y - (shifted - np.float32(_ROUND))
-        power = horner_reference(_EXP2, r).astype(np.float32).view(np.int32) + (shifted.view(np.int32) << 23)
-    return power.view(np.float32)
+    shifted = T.Bind(rounded(y + f32(EXP2_ROUND)))
+    r = T.Bind(y - T.Bind(shifted - f32(EXP2_ROUND)))
+    return T.Bind(from_bits(bits(horner(EXP2, r)) + T.shift_left(bits(shifted), i32(23))))
 
 
 @dataclass(frozen=True)
@@ -161,20 +139,6 @@ def _softmax_row(x: Expr, y: Expr, start: Expr, width: Expr) -> None:
     store(last, last[span(0)] * inverse, 0)
     with T.serial(T.int64(0), tail) as i:
         T.buffer_store(y, last[i], [end + i])
-
-
-def sum_reference(values: Floats) -> Floats:
-    """Sum over the last dimension in the kernels' order: values (..., n) float32, n a multiple of 16 -> (..., 1)."""
-    total = np.zeros((*values.shape[:-1], LANES), np.float32)
-    for i in range(0, values.shape[-1], LANES):
-        total = total + values[..., i : i + LANES]
-    return across_reference(total, np.add)[..., :1]
-
-
-def padded(values: Floats, fill: float) -> Floats:
-    """values (..., n) -> (..., n rounded up to 16), `fill` beyond."""
-    extra = -values.shape[-1] % LANES
-    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, extra)], constant_values=fill)
 
 
 def reference(x: Floats) -> Floats:

@@ -209,44 +209,8 @@ def max_across(value: Expr) -> Expr:
     return across(value, T.max)
 
 
-def across_reference(value: Floats, op: Callable[[Floats, Floats], Floats]) -> Floats:
-    """What `across` computes: value (..., 16) float32 -> (..., 16) float32."""
-    lanes = value.shape[-1]
-    distance = lanes // 2
-    while distance:
-        value = op(value, value[..., np.arange(lanes) ^ distance])
-        distance //= 2
-    return value
-
-
-def fma_reference(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> Floats:
-    """float32 fused multiply-add with exactly one rounding, any broadcastable shapes.
-
-    The product of two float32 is exact in float64. The sum is rounded to odd in float64 and then to float32, which
-    equals one rounding (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
-    """
-    with np.errstate(all="ignore"):
-        product = np.asarray(a, np.float32).astype(np.float64) * np.asarray(b, np.float32).astype(np.float64)
-        addend = np.broadcast_to(np.asarray(c, np.float32).astype(np.float64), np.broadcast(product, c).shape)
-        product = np.broadcast_to(product, addend.shape)
-        total = product + addend
-        part = total - product
-        error = (product - (total - part)) + (addend - part)
-        even = (np.ascontiguousarray(total).view(np.int64) & 1) == 0
-        inexact = np.isfinite(total) & (error != 0) & even
-        toward = np.where(error > 0, np.inf, -np.inf)
-        total = np.where(inexact, np.nextafter(total, toward), total)
-        return total.astype(np.float32)
-
-
 def horner(coefficients: Sequence[float], x: Expr) -> Expr:
     """Polynomial by fused multiply-adds, highest power first."""
     lanes = lanes_of(x)
     first, *rest = coefficients
     return reduce(lambda p, c: T.Bind(fma(p, x, f32(c, lanes))), rest, f32(first, lanes))
-
-
-def horner_reference(coefficients: Sequence[float], x: Floats) -> Floats:
-    """What `horner` computes: x (...,) float32 -> (...,) float32."""
-    first, *rest = (np.float32(c) for c in coefficients)
-    return reduce(lambda p, c: fma_reference(p, x, c), rest, np.full_like(x, first))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tvm
 
+from khtst_compile.exact import fma_reference
 from khtst_compile.roofline import LEVELS, Roofline, measure
 from khtst_compile.targets.isa import AVX2, X86_ISAS, Isa
 from khtst_compile.targets.kernels.ceiling import CHAINS, STEPS, Ceiling, Reader, prim_func, read_func
-from khtst_compile.targets.kernels.vec import fma_reference
 from khtst_compile.targets.single import compile_alone, tensors
 from tests.targets.gemm_tools import RUNNABLE, hot_loops, isa_id
 
