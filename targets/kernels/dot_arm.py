@@ -268,5 +268,5 @@ DOTS = {
     ("vmull", 128): ArmDot("vmull", LANES, 16, 2, vectors=1, whole_rows=True),
     ("smull", 128): ArmDot("smull", LANES, 16, 4, vectors=1, whole_rows=True, pairs=True),
     ("sdot", 128): ArmDot("sdot", LANES, 4, 8, unroll=4, vectors=2, whole_rows=True),
-    ("smmla", 128): ArmDot("smmla", LANES, 8, 8, unroll=2, vectors=2, whole_rows=True),
+    ("smmla", 128): ArmDot("smmla", LANES, 8, 8, unroll=2, vectors=2, whole_rows=True, aligned=2),
 }

@@ -66,6 +66,7 @@ class Dot(ABC):
     vectors:      most vectors of a default panel; 0: what `panels_of` chooses.
     pairs:        two steps are taken at once where narrower sums hold the products of both, in an order that the weights decide.
     streams:      panels a single row walks side by side, each an equal part of the matrix from the next.
+    aligned:      what the number of a tile's first row is a multiple of.
     whole_rows:   steps cover stored rows of codes with what fills them up, and not k alone: turns then come out even.
     """
 
@@ -79,6 +80,7 @@ class Dot(ABC):
     whole_rows: bool = False
     pairs: bool = False
     streams: int = 1
+    aligned: int = 1
 
     @property
     def bytes(self) -> int:

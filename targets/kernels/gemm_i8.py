@@ -162,7 +162,7 @@ def prim_func(spec: GemmI8) -> tirx.PrimFunc:
         codes = dot.prepare(flat["codes"], rows, args.dims, spec.codes_width)
 
         def tile(scratch: list[list[Expr]], side: list[Expr], first: Expr, count: int) -> None:
-            sums = _sums(spec, flat, codes, side, first, count)
+            sums = tile_sums(spec, flat, codes, side, [first] * len(side), count)
             for panel, buffers, acc in zip(side, scratch, sums, strict=True):
                 for (i, j), value in _values(spec, flat, acc, panel, first):
                     sink.put(buffers, panel, first, i, j, value)
@@ -190,8 +190,10 @@ def _values(
             yield (i, j), fma(to_float(acc[i][j]), both, bias)
 
 
-def _sums(spec: GemmI8, flat: dict[str, Expr], codes: Codes, side: list[Expr], first: Expr, count: int) -> list[list[list[Expr]]]:
-    """Accumulate a tile over all of k, for panels side by side: int32 vectors [panel][row][vector]."""
+def tile_sums(
+    spec: GemmI8, flat: dict[str, Expr], codes: Codes, side: list[Expr], firsts: list[Expr], count: int
+) -> list[list[list[Expr]]]:
+    """Accumulate tiles over all of k, for panels side by side, from row `firsts` each: int32 vectors [panel][row][vector]."""
     panels, dot = spec.panels, spec.dot
 
     def starts(panel: Expr) -> list[Expr | None]:
@@ -200,7 +202,7 @@ def _sums(spec: GemmI8, flat: dict[str, Expr], codes: Codes, side: list[Expr], f
         column = panel * panels.width
         return [T.Bind(flat["compensation"][span(column + j * panels.lanes, panels.lanes)]) for j in range(panels.vectors)]
 
-    sums = [dot.begin(codes, first, count, starts(panel), spec.isa.emulated) for panel in side]
+    sums = [dot.begin(codes, row, count, starts(p), spec.isa.emulated) for p, row in zip(side, firsts, strict=True)]
     size, unroll = panels.vectors * dot.bytes, spec.how.unroll
     bases = [T.Bind(panel * (spec.steps * size)) for panel in side]
     # Several streams are prefetched by themselves; asking, too, would cost a tenth.

@@ -55,8 +55,8 @@ def i32(value: int, lanes: int = LANES) -> Expr:
 
 
 def span(start: Expr, lanes: int = LANES) -> Expr:
-    """Index of `lanes` consecutive elements from `start`: buffer[i, span(j)] is one vector load."""
-    return T.ramp(start, 1, lanes)
+    """Index of `lanes` consecutive elements from `start`: buffer[i, span(j)] is one vector load; `start` itself for one lane."""
+    return T.ramp(start, 1, lanes) if lanes > 1 else start
 
 
 def store(buffer: Expr, value: Expr, *index: Expr) -> None:
